@@ -1,0 +1,12 @@
+// Each subsystem registers its functions with one init; module.cc calls them.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace headrace {
+
+void init_kernels(nanobind::module_& m);   // bindings/kernels.cc
+void init_experts(nanobind::module_& m);   // bindings/experts.cc
+void init_executor(nanobind::module_& m);  // bindings/executor.cc
+
+}  // namespace headrace

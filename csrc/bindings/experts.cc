@@ -1,0 +1,7 @@
+#include "bindings/bindings.h"
+
+namespace headrace {
+
+void init_experts(nanobind::module_&) {}
+
+}  // namespace headrace

@@ -1,0 +1,22 @@
+#include "bindings/bindings.h"
+#include "support/error.h"
+
+namespace nb = nanobind;
+
+NB_MODULE(_core, m) {
+  m.doc() = "Headrace's native core: kernels, expert memory, executor.";
+  // Errors of the core become the package's own, so that one except clause serves both.
+  nb::module_ errors = nb::module_::import_("headrace.errors");
+  // Never released: the translator may run while the interpreter is being torn down.
+  static PyObject* headrace_error = nb::object(errors.attr("HeadraceError")).release().ptr();
+  nb::register_exception_translator([](const std::exception_ptr& p, void*) {
+    try {
+      std::rethrow_exception(p);
+    } catch (const headrace::Error& e) {
+      PyErr_SetString(headrace_error, e.what());
+    }
+  });
+  headrace::init_kernels(m);
+  headrace::init_experts(m);
+  headrace::init_executor(m);
+}

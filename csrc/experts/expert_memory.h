@@ -1,0 +1,90 @@
+// The fast tier: a bounded arena of expert slots, the residency table, and the threads that load experts into it.
+//
+// The executor's side of it is LayerLease: it names the distinct experts that a layer of this pass needs, and takes
+// them as they become ready. Nothing above this interface knows how experts are stored or moved.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "experts/expert_source.h"
+
+namespace headrace {
+
+// Per (pass, layer, distinct expert); summed since construction. DESIGN.md, "Words".
+struct ExpertCounters {
+  uint64_t hits = 0;
+  uint64_t late_hits = 0;
+  uint64_t loads = 0;
+  uint64_t prefetches = 0;
+  uint64_t bytes_read = 0;    // bytes that reads returned, padding and alignment windows included
+  uint64_t bytes_unused = 0;  // read early or on a guess, evicted unused
+  uint64_t io_wait_ns = 0;    // time the executor waited for an expert
+};
+
+struct ExpertMemoryOptions {
+  uint64_t arena_bytes = 0;  // ceiling on committed slot bytes; at least the largest record
+  uint32_t loader_threads = 2;
+  bool direct_io = true;     // O_DIRECT; falls back to buffered reads whose pages are dropped where it is refused
+};
+
+// Threading: one executor thread calls begin/take/release/end; loader threads are private; counters() and
+// resize() may be called from any thread between passes. A loader's failure is thrown by take() in the executor.
+class ExpertMemory {
+ public:
+  // Opens the files and checks that every extent lies inside its file (Error names file, offset, expected, found).
+  // Maps the arena and commits (prefaults) it up to arena_bytes.
+  ExpertMemory(ExpertSource source, ExpertMemoryOptions options);
+  ~ExpertMemory();  // stops and joins the loader threads
+  ExpertMemory(const ExpertMemory&) = delete;
+  ExpertMemory& operator=(const ExpertMemory&) = delete;
+
+  const ExpertSource& source() const;
+
+  // ---- one layer of a pass
+  // ids: the distinct experts that have routes, ascending. Pins those that are ready (hits), queues the others in
+  // ascending order, evicting least recently used experts that the layer does not need. No read of an expert
+  // outside `ids` starts. When they do not all fit, the rest is queued as slots are released; if pinned hits alone
+  // fill the arena, the one furthest in storage order is given up and counts as a load.
+  void begin(uint32_t layer, std::span<const uint32_t> ids);
+  // Blocks until at least one expert that was not yet taken is ready, then fills `taken` with indices into `ids`,
+  // ascending: all that are ready (in_order false), or the longest run of ready ones that continues the storage order
+  // (in_order true). `max_taken` bounds it. Returns false when all have been taken. Throws Error if a load failed,
+  // Cancelled if should_stop (polled at least every 20 ms while waiting) says so.
+  bool take(bool in_order, uint32_t max_taken, std::vector<uint32_t>& taken,
+            const std::function<bool()>& should_stop);
+  // The slot's first byte (64-byte aligned) of a taken expert, until release().
+  const uint8_t* address(uint32_t index) const;
+  // The last reader of a taken expert is done.
+  void release(uint32_t index);
+  // The layer is over, or is abandoned after an exception: pins and queued loads of it are dropped, loads in
+  // flight are waited for. Always called after begin().
+  void end();
+
+  ExpertCounters counters() const;
+  // Lowers (or raises) the ceiling between passes; evicts and gives pages back to the system until it holds.
+  void resize(uint64_t arena_bytes);
+  uint64_t arena_bytes() const;
+  uint64_t committed_bytes() const;
+  uint32_t num_slots() const;       // slots of the largest record that arena_bytes holds
+  uint64_t resident_experts() const;  // experts ready now
+  uint64_t total_experts() const;
+  // What this object will hold besides the arena (staging buffers, tables), for the plan; from the source alone.
+  static uint64_t overhead_bytes(const ExpertSource& source, const ExpertMemoryOptions& options);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// Tests inject delays and failures here; null in production. Called by a loader thread before each read; may sleep;
+// a non-zero return is taken as that errno, -1 as a short read.
+using ReadHook = std::function<int(const std::string& file, uint64_t offset, uint64_t nbytes)>;
+void set_read_hook(ReadHook hook);
+
+}  // namespace headrace
