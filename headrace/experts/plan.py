@@ -67,6 +67,7 @@ class MemoryPlan:
     page_table_bytes: int
     reserve_bytes: int
     arena_bytes: int
+    expert_bytes: int
     minimum_bytes: int
     resident_bytes: int
     max_rows: int
@@ -160,6 +161,7 @@ def plan_memory(
         page_table_bytes=page_table_bytes(fixed + scratch_bytes + arena_bytes),
         reserve_bytes=RESERVE_BYTES,
         arena_bytes=arena_bytes,
+        expert_bytes=needs.expert_bytes,
         minimum_bytes=minimum_bytes,
         resident_bytes=resident_bytes,
         max_rows=max_rows,
