@@ -1,8 +1,8 @@
 """Chat templates: the checkpoint's own Jinja template, with what Hugging Face gives it.
 
-A user's words that contain a special token's text ("<|im_end|>") become that token when the rendered
-text is encoded, as in Hugging Face: a template cannot tell them apart. Whoever passes on text from
-strangers must remove such strings first.
+A user's words that contain a special token's text ("<|im_end|>") become that token when the
+rendered text is encoded, as in Hugging Face: a template cannot tell them apart. Whoever passes on
+text from strangers must remove such strings first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace.text.tokenizer import Tokenizer
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %}…{% endgeneration %} marks the assistant's words for training; here, nothing."""
+    """{% generation %}…{% endgeneration %} marks what to train on; it changes no text."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -106,7 +106,7 @@ def encode_chat(
     messages: Sequence[Mapping[str, Any]],
     **variables: Any,
 ) -> list[int]:
-    """The token ids of a conversation: `render_chat` with the tokenizer's special tokens, encoded."""
+    """The token ids of a conversation: `render_chat` with the tokenizer's BOS and EOS, encoded."""
     eos_token_id = next(iter(tokenizer.eos_token_ids), None)
     text = render_chat(
         template,

@@ -1,8 +1,8 @@
 """Choosing the next token from logits: greedy, temperature, top-k, top-p.
 
-The same logits, settings and seed give the same tokens on every machine: all arithmetic is float64 in
-a fixed order, exp is our own (NumPy's differs between instruction sets in the last bit), and random
-numbers are PCG64's raw output, which NumPy promises not to change.
+The same logits, settings and seed give the same tokens on every machine: all arithmetic is float64
+in a fixed order, exp is our own (NumPy's differs between instruction sets in the last bit), and
+random numbers are PCG64's raw output, which NumPy promises not to change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 
 from headrace.errors import HeadraceError
 
-_LN2_HIGH = float.fromhex("0x1.62e42fee00000p-1")  # 33 bits: an integer up to 2^20 times it is exact
+# ln 2 in two parts, the first short enough that its product with an exponent is exact.
+_LN2_HIGH = float.fromhex("0x1.62e42fee00000p-1")
 _LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
 _EXP_DEGREE = 12  # error under 2^-51 for |x| <= ln 2 / 2
 _EXP_MIN = -700.0  # exp is still a normal number here; smaller weights cannot be drawn
@@ -25,9 +26,9 @@ _BLOCK = 8192  # a block's temporaries stay in the cache
 class Sampler:
     """Draws token ids. At temperature 0 the largest logit wins, ties to the lowest id.
 
-    Otherwise weights are exp(logit / temperature) over the top_k largest logits (0: all), of which the
-    fewest whose share reaches top_p are kept (1: all); in both, ties go to the lowest ids. Each draw
-    uses one random number, so `copy` continues the same sequence.
+    Otherwise weights are exp(logit / temperature) over the top_k largest logits (0: all), of which
+    the fewest whose share reaches top_p are kept (1: all); in both, ties go to the lowest ids. Each
+    draw uses one random number.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ class Sampler:
         """What `sample` draws from at a temperature above 0: (ids, mass).
 
         ids: the kept tokens, likeliest first (top_k, top_p), or None for all in order of id.
-        mass: float64, the running sum of their weights; the last is the total. logits must be finite
-        or -inf, and not all -inf.
+        mass: float64, the running sum of their weights; the last is the total.
+        logits must be finite or -inf, and not all -inf.
         """
         ids = None
         if 0 < self.top_k < logits.size:
@@ -113,8 +114,8 @@ def sampler_from_defaults(
 ) -> Sampler:
     """The checkpoint's own sampling (generation_config.json), else greedy; arguments override it.
 
-    As in Hugging Face, a checkpoint asks for sampling with do_sample; its temperature is then 1 unless
-    it says otherwise. A temperature given here decides by itself.
+    As in Hugging Face, a checkpoint asks for sampling with do_sample; its temperature is then 1
+    unless it says otherwise. A temperature given here decides by itself.
     """
     default_temperature = _setting(generation, "temperature", 1.0)
     if not generation.get("do_sample"):
@@ -144,7 +145,7 @@ def largest(logits: np.ndarray, k: int) -> np.ndarray:
     above = np.flatnonzero(logits > kth)
     tied = np.flatnonzero(logits == kth)[: k - above.size]
     ids = np.concatenate((above, tied))
-    return ids[np.lexsort((ids, -logits[ids]))]
+    return ids[np.argsort(-logits[ids], kind="stable")]
 
 
 def _nucleus(

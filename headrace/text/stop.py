@@ -8,7 +8,7 @@ from headrace.text.tokenizer import Tokenizer
 
 
 def stop_token_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The ids after which generation stops: the config's, and the tokenizer's ends of text and turn.
+    """The ids that stop generation: the config's, and the tokenizer's ends of text and turn.
 
     A stop token ends the answer; it is counted as generated and not shown.
     """

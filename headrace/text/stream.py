@@ -10,8 +10,8 @@ from headrace.text.tokenizer import Tokenizer
 class TextStream:
     """Turns token ids into text one at a time.
 
-    A byte-level token can end inside a character; its bytes wait for the rest. So text once returned
-    never changes, and all of it together equals `tokenizer.decode` of all the ids.
+    A byte-level token can end inside a character; its bytes wait for the rest. So text once
+    returned never changes, and all of it together equals `tokenizer.decode` of all the ids.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -1,8 +1,8 @@
 """A checkpoint's tokenizer: from its tokenizer.json, or rebuilt from GGUF metadata.
 
-Both ways meet in one tokenizer.json text: `tokenizer_json_from_gguf` writes it, the store keeps it, and
-`load_tokenizer` reads it through the `tokenizers` library. So a packed GGUF has exactly the tokenizer
-of the GGUF in place.
+Both ways meet in one tokenizer.json text: `tokenizer_json_from_gguf` writes it, the store keeps it,
+and `load_tokenizer` reads it through the `tokenizers` library. So a packed GGUF has exactly the
+tokenizer of the GGUF in place.
 
 Loading a vocabulary of 150,000 tokens holds about 40 MiB afterwards and twice that for a moment.
 """
@@ -52,7 +52,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 # Tokens that end a document or a turn wherever they exist as special tokens.
 _END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>")
 
-# A real tokenizer.json has at most some 35 MB; a larger file is a mistake, and parsing costs memory.
+# A real tokenizer.json has at most some 35 MB; a larger file is a mistake, and parsing costs RAM.
 _MAX_JSON_BYTES = 128 << 20
 
 
@@ -97,8 +97,8 @@ class Tokenizer:
         """The token ids of `text`.
 
         As in Hugging Face, the text of a special token becomes that token wherever it stands, in a
-        user's words too. `add_special_tokens` adds what the tokenizer puts around every text (often a
-        BOS); a rendered chat template already has it.
+        user's words too. `add_special_tokens` adds what the tokenizer puts around every text (often
+        a BOS); a rendered chat template already has it.
         """
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -118,7 +118,7 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; empty for an id without text (padding of the table)."""
+        """The bytes that a token stands for; empty for an id without text (the table's padding)."""
         added = self._added.get(token_id)
         if added is not None:
             return added.content.encode()
@@ -156,8 +156,8 @@ def load_tokenizer(source: TokenizerSource, config: ModelConfig) -> Tokenizer | 
         num_tokens = len(_strings(source.gguf, "tokenizer.ggml.tokens"))
         if num_tokens > config.vocab_size:
             raise HeadraceError(
-                f"{where}: {num_tokens} tokens, but the embedding table has {config.vocab_size} rows; "
-                "the file's tokenizer belongs to another model"
+                f"{where}: {num_tokens} tokens, but the embedding table has {config.vocab_size} "
+                "rows; tokenizer and weights belong to different models"
             )
         backend = _parse(tokenizer_json_from_gguf(source.gguf), where)
         bos_token = _id(source.gguf, "bos_token_id") if bos_token is None else bos_token
@@ -186,7 +186,7 @@ def load_tokenizer(source: TokenizerSource, config: ModelConfig) -> Tokenizer | 
 
 
 def tokenizer_json_from_gguf(metadata: dict[str, object]) -> str:
-    """The tokenizer.json (ASCII) of a GGUF's `tokenizer.*` metadata, keys in full, values in Python.
+    """The tokenizer.json (ASCII) of a GGUF's `tokenizer.*` metadata: full keys, Python values.
 
     Control and user-defined tokens become added tokens, found in text before the merges apply, the
     former special. Unused tokens, which pad the table, are left out.
@@ -280,7 +280,9 @@ def _token_types(metadata: dict[str, object], num_tokens: int) -> Sequence[int]:
         return [_NORMAL] * num_tokens
     if not isinstance(types, list) or len(types) != num_tokens:
         found = len(types) if isinstance(types, list) else type(types).__name__
-        raise HeadraceError(f"tokenizer.ggml.token_type: expected {num_tokens} types, found {found}")
+        raise HeadraceError(
+            f"tokenizer.ggml.token_type: expected {num_tokens} types, found {found}"
+        )
     for token_id, kind in enumerate(types):
         if kind not in range(_NORMAL, _BYTE + 1):
             raise HeadraceError(
@@ -330,7 +332,9 @@ def _post_processor(metadata: dict[str, object], tokens: Sequence[str]) -> dict[
             continue
         token_id = _id(metadata, name)
         if token_id is None:
-            raise HeadraceError(f"tokenizer.ggml.{flag} is set, but tokenizer.ggml.{name} is missing")
+            raise HeadraceError(
+                f"tokenizer.ggml.{flag} is set, but tokenizer.ggml.{name} is missing"
+            )
         token = tokens[token_id]
         special_tokens[token] = {"id": token, "ids": [token_id], "tokens": [token]}
         entry = {"SpecialToken": {"id": token, "type_id": 0}}
