@@ -19,6 +19,8 @@ class SessionState {
 
   static uint64_t bytes(const Program& program, uint32_t capacity, DType kv_type);
 
+  // Made for a program with the same states.
+  bool fits(const Program& program) const;
   uint32_t capacity() const;
   DType kv_type() const;
   // Positions that hold a token. A pass appends; rollback shortens (length <= length()).
