@@ -10,10 +10,10 @@ from headrace.errors import HeadraceError
 from headrace.formats.checkpoint import Checkpoint
 from headrace.formats.gguf import read_gguf
 from headrace.formats.hf import read_hf
+from headrace.formats.store import MANIFEST, read_store
 
 __all__ = ["open_checkpoint"]
 
-_MANIFEST = "manifest.json"
 _CONFIG = "config.json"
 
 
@@ -38,7 +38,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise HeadraceError(
                 f"{path}: {what} alone has no configuration; give the directory that holds {_CONFIG}"
             )
-    if path.name == _MANIFEST:
+    if path.name == MANIFEST:
         raise HeadraceError(f"{path}: this is part of a store; give its directory, {path.parent}")
     return read_gguf(path)
 
@@ -48,6 +48,8 @@ def _open_directory(path: Path) -> Checkpoint:
         names = set(os.listdir(path))
     except OSError as e:
         raise HeadraceError(f"{path}: cannot open: {e.strerror}") from None
+    if MANIFEST in names:
+        return read_store(path)
     if _CONFIG in names:
         return read_hf(path)
     hint = ""
@@ -55,5 +57,5 @@ def _open_directory(path: Path) -> Checkpoint:
     if ggufs:
         hint = f"; it holds GGUF files: give one of them, for example {path / ggufs[0]}"
     raise HeadraceError(
-        f"{path}: expected {_MANIFEST} (a store) or {_CONFIG} (a Hugging Face directory), found neither{hint}"
+        f"{path}: expected {MANIFEST} (a store) or {_CONFIG} (a Hugging Face directory), found neither{hint}"
     )

@@ -336,9 +336,13 @@ def _tokenizer(header: _Header, config: ModelConfig) -> TokenizerSource:
             f"{header.path}: tokenizer and embedding disagree: token_embd.weight has {config.vocab_size} rows, "
             f"tokenizer.ggml.tokens {found} tokens"
         )
-    entries = {
-        k: v
-        for k, v in metadata.items()
-        if k.startswith("tokenizer.") and not k.startswith("tokenizer.chat_template")
-    }
+    entries: dict[str, object] = {}
+    for key, value in metadata.items():
+        if not key.startswith("tokenizer.") or key.startswith("tokenizer.chat_template"):
+            continue
+        if isinstance(value, np.ndarray):
+            if len(value) != found:  # only what runs along the tokens is of use
+                continue
+            value = value.tolist()
+        entries[key] = value
     return TokenizerSource(gguf=entries, chat_template=template)

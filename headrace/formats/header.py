@@ -32,22 +32,26 @@ def opened(path: Path) -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
-def read_at(fd: int, nbytes: int, offset: int, path: Path) -> bytes:
-    """Exactly nbytes at offset; a failed or short read raises HeadraceError."""
-    parts = []
+def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Fills `buffer` (bytes) from the file at offset; a failed or short read raises HeadraceError."""
     done = 0
-    while done < nbytes:
+    while done < len(buffer):
         try:
-            part = os.pread(fd, nbytes - done, offset + done)
+            count = os.preadv(fd, [buffer[done:]], offset + done)
         except OSError as e:
             raise HeadraceError(f"{path}: read at offset {offset + done}: {e.strerror}") from None
-        if not part:
+        if not count:
             raise HeadraceError(
-                f"{path}: truncated: expected {nbytes} bytes at offset {offset}, found {done}"
+                f"{path}: truncated: expected {len(buffer)} bytes at offset {offset}, found {done}"
             )
-        parts.append(part)
-        done += len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+        done += count
+
+
+def read_at(fd: int, nbytes: int, offset: int, path: Path) -> bytes:
+    """nbytes at offset, as read_into."""
+    data = bytearray(nbytes)
+    read_into(fd, memoryview(data), offset, path)
+    return bytes(data)
 
 
 def read_small(path: Path, limit_bytes: int) -> bytes:
