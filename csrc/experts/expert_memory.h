@@ -30,7 +30,7 @@ struct ExpertCounters {
 struct ExpertMemoryOptions {
   uint64_t arena_bytes = 0;  // ceiling on committed slot bytes; at least the largest record
   uint32_t loader_threads = 2;
-  bool direct_io = true;     // O_DIRECT; falls back to buffered reads whose pages are dropped where it is refused
+  bool direct_io = true;  // O_DIRECT; falls back to buffered reads whose pages are dropped where it is refused
 };
 
 // Threading: one executor thread calls begin/take/release/end; loader threads are private; counters() and
@@ -56,8 +56,7 @@ class ExpertMemory {
   // ascending: all that are ready (in_order false), or the longest run of ready ones that continues the storage order
   // (in_order true). `max_taken` bounds it. Returns false when all have been taken. Throws Error if a load failed,
   // Cancelled if should_stop (polled at least every 20 ms while waiting) says so.
-  bool take(bool in_order, uint32_t max_taken, std::vector<uint32_t>& taken,
-            const std::function<bool()>& should_stop);
+  bool take(bool in_order, uint32_t max_taken, std::vector<uint32_t>& taken, const std::function<bool()>& should_stop);
   // The slot's first byte (64-byte aligned) of a taken expert, until release().
   const uint8_t* address(uint32_t index) const;
   // The last reader of a taken expert is done.
@@ -71,7 +70,7 @@ class ExpertMemory {
   void resize(uint64_t arena_bytes);
   uint64_t arena_bytes() const;
   uint64_t committed_bytes() const;
-  uint32_t num_slots() const;       // slots of the largest record that arena_bytes holds
+  uint32_t num_slots() const;         // slots of the largest record that arena_bytes holds
   uint64_t resident_experts() const;  // experts ready now
   uint64_t total_experts() const;
   // What this object will hold besides the arena (staging buffers, tables), for the plan; from the source alone.
