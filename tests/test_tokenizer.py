@@ -292,6 +292,19 @@ def test_bad_metadata_is_named(metadata, change, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_merge_that_looks_like_a_header_is_kept():
+    word = "#versions"
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet()) + [word[:n] for n in range(2, 10)]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": [f"{word[:n]} {word[n]}" for n in range(1, 9)],
+    }
+    assert metadata["tokenizer.ggml.merges"][-1] == "#version s"
+    assert load(metadata).encode(word) == [tokens.index(word)]
+
+
 def test_bad_token_type_and_double_token_are_named(metadata):
     metadata["tokenizer.ggml.token_type"][9] = 77
     with pytest.raises(HeadraceError, match="token 9 has type 77"):

@@ -4,7 +4,7 @@ Both ways meet in one tokenizer.json text: `tokenizer_json_from_gguf` writes it,
 and `load_tokenizer` reads it through the `tokenizers` library. So a packed GGUF has exactly the
 tokenizer of the GGUF in place.
 
-Loading a vocabulary of 150,000 tokens holds about 40 MiB afterwards and twice that for a moment.
+A vocabulary of 150,000 tokens holds about 40 MiB, and 90 MiB for a moment while it loads.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def tokenizer_json_from_gguf(metadata: dict[str, object]) -> str:
     kept = ((token, i) for i, token in enumerate(tokens) if types[i] != _UNUSED)
     _write_chunks(out, kept, dict)
     out.write('}, "merges": [')
-    _write_chunks(out, _merge_pairs(merges), list)
+    _write_chunks(out, _checked_merges(merges), list)
     out.write("]}}")
     return out.getvalue()
 
@@ -265,14 +265,17 @@ def _write_chunks(out: io.StringIO, items: Iterator, container: type) -> None:
         separator = ", "
 
 
-def _merge_pairs(merges: Sequence[str]) -> Iterator[list[str]]:
+def _checked_merges(merges: Sequence[str]) -> Iterator[str | list[str]]:
+    """Merges as "a b", which takes 65 MiB less to parse than ["a", "b"] (150,000 merges)."""
+    # `tokenizers` drops a merge in the short form that looks like the first line of a merges.txt.
+    in_pairs = any(merge.startswith("#version") for merge in merges)
     for rank, merge in enumerate(merges):
         pair = merge.split(" ")
-        if len(pair) != 2:
+        if len(pair) != 2 or not all(pair):
             raise HeadraceError(
                 f"tokenizer.ggml.merges: entry {rank} is {merge!r}; expected two tokens and a space"
             )
-        yield pair
+        yield pair if in_pairs else merge
 
 
 def _strings(metadata: dict[str, object], key: str) -> Sequence[str]:
