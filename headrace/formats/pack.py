@@ -225,11 +225,11 @@ class _Output:
         return self.offset
 
     def write(self, data: bytes | np.ndarray) -> None:
+        data = np.frombuffer(data, np.uint8)
         self.crc = _core.crc32c(data, self.crc)
-        view = memoryview(data).cast("B")
         done = 0
-        while done < len(view):
-            done += self._call(os.write, self._fd, view[done:])
+        while done < len(data):
+            done += self._call(os.write, self._fd, data[done:])
         self.offset += done
         self._unsynced += done
         if self._unsynced >= _SYNC_BYTES:
@@ -239,7 +239,9 @@ class _Output:
 
     def pad(self, begin: int, multiple: int) -> None:
         """Zeros until the length since `begin` is a multiple."""
-        self.write(bytes(-(self.offset - begin) % multiple))
+        missing = -(self.offset - begin) % multiple
+        if missing:
+            self.write(bytes(missing))
 
     def _call(self, function: Callable[..., Any], *args: object) -> Any:
         try:
