@@ -136,7 +136,7 @@ def plan_memory(
 
     def arena_for(scratch_bytes: int) -> int:
         rest = budget_bytes - total(scratch_bytes, 0)
-        rest -= rest // 512  # its page tables
+        rest -= rest // 512 + PAGE  # its page tables
         return max(needs.largest_record_bytes, min(rest, needs.expert_bytes))
 
     def fits(scratch_bytes: int) -> bool:
