@@ -72,7 +72,7 @@ class Tokenizer:
 
     vocab_size: one more than the highest id that has text; the embedding table may have more rows.
     bos_token_id: the token that begins a sequence, for chat templates; None where there is none.
-    eos_token_ids: the tokens that end generation, ascending.
+    eos_token_ids: the tokens that end generation; the first is eos_token in chat templates.
     """
 
     vocab_size: int
@@ -88,7 +88,7 @@ class Tokenizer:
     ) -> None:
         self.vocab_size = vocab_size
         self.bos_token_id = bos_token_id
-        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self._backend = backend
         self._added = backend.get_added_tokens_decoder()
         special = {token_id for token_id, token in self._added.items() if token.special}
@@ -156,8 +156,9 @@ def load_tokenizer(source: TokenizerSource, config: ModelConfig) -> Tokenizer | 
         _check_added_ids(backend, text, where)
         del text
         settings = _tokenizer_config(source.tokenizer_json.with_name("tokenizer_config.json"))
-        bos_token = settings.get("bos_token") if bos_token is None else bos_token
-        eos_tokens.append(settings.get("eos_token"))
+        # What Hugging Face gives to chat templates: these, and not config.json's ids.
+        bos_token = settings.get("bos_token", bos_token)
+        eos_tokens.insert(0, settings.get("eos_token"))
     elif source.gguf is not None and source.gguf.get("tokenizer.ggml.model", "none") != "none":
         where = "GGUF tokenizer"
         num_tokens = len(_strings(source.gguf, "tokenizer.ggml.tokens"))
@@ -376,8 +377,8 @@ def _read(path: Path) -> str:
         raise HeadraceError(f"{path}: byte {error.start} is not UTF-8") from None
 
 
-def _tokenizer_config(path: Path) -> dict[str, object]:
-    """The special tokens' texts in a Hugging Face directory; empty where the file is missing."""
+def _tokenizer_config(path: Path) -> dict[str, str | None]:
+    """The texts of BOS and EOS in a Hugging Face directory, None for none, absent if not said."""
     if not path.is_file():
         return {}
     try:
@@ -387,9 +388,10 @@ def _tokenizer_config(path: Path) -> dict[str, object]:
     if not isinstance(settings, dict):
         raise HeadraceError(f"{path}: expected a JSON object, found {type(settings).__name__}")
     texts = {}
-    for key in ("bos_token", "eos_token"):
-        value = settings.get(key)
-        texts[key] = value.get("content") if isinstance(value, dict) else value
+    for key in settings.keys() & {"bos_token", "eos_token"}:
+        value = settings[key]
+        text = value.get("content") if isinstance(value, dict) else value
+        texts[key] = text if isinstance(text, str) else None
     return texts
 
 
