@@ -42,7 +42,8 @@ constexpr size_t matrix_bytes(DType t, uint32_t rows, size_t cols) {
 }
 
 // An activation row quantized to int8: `cols` int8 values, then cols/32 f32 scales d, then cols/32 int32 sums of
-// the block's int8 values. value = d * q, d = max|x| / 127, q = round-half-even(x * (127 / max|x|)), d = 0 if all 0.
+// the block's int8 values. value = d * q, d = max|x| / 127, q = round-half-even(x * (127 / max|x|)). Where 127 / max|x|
+// overflows (max|x| < 3.8e-37) d and q are 0; where x holds a NaN or an infinity d is that, so that it stays visible.
 constexpr size_t q8_row_bytes(size_t cols) { return cols + cols / kQuantBlock * 8; }
 
 }  // namespace headrace

@@ -42,9 +42,9 @@ struct Kernels {
   // y = (x * r) * w. w has `group` elements if group < width, else width (the same thing). In place is allowed.
   void (*rms_norm)(const float* x, const float* w, float* y, uint32_t width, uint32_t group, float eps);
 
-  void (*add)(const float* a, const float* b, float* y, uint32_t n);                  // y = a + b
-  void (*accumulate)(float weight, const float* x, float* y, uint32_t n);             // y = fma(weight, x, y)
-  void (*swiglu)(const float* gate, const float* up, float* y, uint32_t n);           // y = gate / (1 + exp(-gate)) * up
+  void (*add)(const float* a, const float* b, float* y, uint32_t n);         // y = a + b
+  void (*accumulate)(float weight, const float* x, float* y, uint32_t n);    // y = fma(weight, x, y)
+  void (*swiglu)(const float* gate, const float* up, float* y, uint32_t n);  // y = gate / (1 + exp(-gate)) * up
 
   // out = [cos(pos*f_0) .. cos(pos*f_{half-1}), sin(pos*f_0) ..] as f32, from double(pos) * double(f) and double
   // arithmetic throughout.
@@ -59,9 +59,9 @@ struct Kernels {
   // Attention of `num_q` query heads that share one kv head, for one row. q: [num_q, head_dim]; k, v: stored values,
   // position p at k + p * stride_elems; out: [num_q, head_dim]. Keys [first, last] (inclusive) are visible.
   // Keys are taken in blocks of 32 anchored at absolute positions; online softmax from block to block:
-  // s = scale * lane_sum(q*k); m' = max(m, block max); c = exp(m - m'); l = fma(l, c, sum of p in ascending order);
-  // acc[d] = acc[d] * c, then fma(p, v[d], acc[d]) in ascending key order; out = acc / l.
-  // scratch: num_q * (head_dim + 34) floats, caller-owned.
+  // s = scale * lane_sum(q*k as fma); m' = max(m, block max); c = exp(m - m'); l = fma(l, c, sum of p in ascending
+  // order); acc[d] = acc[d] * c, then fma(p, v[d], acc[d]) in ascending key order; out = acc / l. scratch: num_q *
+  // (head_dim + 34) floats, caller-owned.
   void (*attend)(const float* q, uint32_t num_q, uint32_t head_dim, const void* k, const void* v, DType kv_type,
                  size_t stride_elems, uint32_t first, uint32_t last, float scale, float* out, float* scratch);
 
@@ -93,5 +93,6 @@ void dequantize_row(DType type, const uint8_t* src, uint32_t cols, float* out);
 
 // CRC-32C (Castagnoli) of n bytes, continuing from `crc` (0 to start). Same value with and without SSE4.2.
 uint32_t crc32c(uint32_t crc, const void* data, size_t n);
+uint32_t crc32c_by_table(uint32_t crc, const void* data, size_t n);  // its twin, for tests
 
 }  // namespace headrace

@@ -1,0 +1,17 @@
+// Compiled with AVX-512: nothing here may have a definition that another file could share (no inline functions of
+// the standard library, no dynamic initialisation), or older processors would meet these instructions.
+#include "kernels/isa.h"
+
+#if defined(__x86_64__)
+
+#include "kernels/lanes_avx512.h"
+// The lanes come first: the kernels are written over them.
+#include "kernels/kernels-inl.h"
+
+namespace headrace {
+
+constinit const Kernels kAvx512Kernels = make_table("avx512");
+
+}  // namespace headrace
+
+#endif

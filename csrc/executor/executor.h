@@ -1,0 +1,47 @@
+// Replays a Program over the rows of one pass.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+
+#include "executor/program.h"
+#include "executor/state.h"
+#include "executor/weights.h"
+#include "experts/expert_memory.h"
+
+namespace headrace {
+
+// A row is (token, sequence, position). Rows of one sequence are in order and continue its state: the i-th row of
+// sequence s in the pass has position state[s]->length() + i. A pass may hold rows of several sequences.
+struct Pass {
+  std::span<const int32_t> tokens;       // [n], 1 <= n <= max_rows
+  std::span<const uint32_t> sequences;   // [n], index into states
+  std::span<SessionState* const> states;
+  std::span<const uint32_t> out_rows;    // ascending rows whose logits are wanted, at most max_out_rows, may be empty
+  float* logits = nullptr;               // [out_rows.size(), vocab]
+  std::function<bool()> should_stop;     // polled between ops, between batches of experts, and at least every 20 ms of waiting
+};
+
+class Executor {
+ public:
+  // weights and experts outlive the executor. Scratch is mapped and committed here. kernels: by HEADRACE_ISA.
+  Executor(Program program, const Weights& weights, ExpertMemory* experts, uint32_t num_threads);
+  ~Executor();
+
+  // One pass. On success every state has grown by its rows. On an exception no state has, and the next pass may run.
+  void run(const Pass& pass);
+
+  const Program& program() const;
+  uint32_t num_threads() const;
+  // Time spent per op code since construction, and calls: for reports.
+  std::array<uint64_t, kNumOps> op_ns() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace headrace

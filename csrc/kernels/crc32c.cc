@@ -1,0 +1,125 @@
+// CRC-32C: reflected polynomial 0x82f63b78, initial value and final xor all ones.
+#include <array>
+#include <cstring>
+
+#include "kernels/kernels.h"
+
+#if defined(__x86_64__)
+#include <nmmintrin.h>
+#endif
+
+namespace headrace {
+namespace {
+
+using Table = std::array<std::array<uint32_t, 256>, 8>;
+
+constexpr uint32_t kPolynomial = 0x82f63b78;
+
+// table[i][b]: what byte b becomes after itself and i zero bytes have passed.
+constexpr Table make_byte_table() {
+  Table table = {};
+  for (uint32_t b = 0; b < 256; ++b) {
+    uint32_t crc = b;
+    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? kPolynomial : 0);
+    table[0][b] = crc;
+  }
+  for (size_t i = 1; i < table.size(); ++i) {
+    for (uint32_t b = 0; b < 256; ++b) table[i][b] = table[i - 1][b] >> 8 ^ table[0][table[i - 1][b] & 255];
+  }
+  return table;
+}
+
+constexpr Table kByteTable = make_byte_table();
+
+// The register after `n` bytes by tables, eight bytes a step. No initial or final inversion.
+uint32_t update_by_table(uint32_t crc, const uint8_t* p, size_t n) {
+  const Table& t = kByteTable;
+  for (; n >= 8; n -= 8, p += 8) {
+    crc ^= uint32_t{p[0]} | uint32_t{p[1]} << 8 | uint32_t{p[2]} << 16 | uint32_t{p[3]} << 24;
+    crc = t[7][crc & 255] ^ t[6][crc >> 8 & 255] ^ t[5][crc >> 16 & 255] ^ t[4][crc >> 24] ^ t[3][p[4]] ^ t[2][p[5]] ^
+          t[1][p[6]] ^ t[0][p[7]];
+  }
+  for (; n > 0; --n, ++p) crc = crc >> 8 ^ t[0][(crc ^ *p) & 255];
+  return crc;
+}
+
+#if defined(__x86_64__)
+
+// What `n` zero bytes (a power of two) do to a register is linear over GF(2): a 32x32 bit matrix, here as one table
+// for each byte of the register.
+using ZerosTable = std::array<std::array<uint32_t, 256>, 4>;
+
+constexpr uint32_t apply(const std::array<uint32_t, 32>& columns, uint32_t v) {
+  uint32_t result = 0;
+  for (int i = 0; v != 0; v >>= 1, ++i) result ^= v & 1 ? columns[i] : 0;
+  return result;
+}
+
+constexpr ZerosTable make_zeros_table(size_t n) {
+  std::array<uint32_t, 32> columns = {};
+  for (int i = 0; i < 32; ++i) columns[i] = i < 8 ? kByteTable[0][1u << i] : 1u << (i - 8);  // one zero byte
+  for (; n > 1; n /= 2) {
+    std::array<uint32_t, 32> squared = {};
+    for (int i = 0; i < 32; ++i) squared[i] = apply(columns, columns[i]);
+    columns = squared;
+  }
+  ZerosTable table = {};
+  for (uint32_t byte = 0; byte < 4; ++byte) {
+    for (uint32_t b = 0; b < 256; ++b) table[byte][b] = apply(columns, b << 8 * byte);
+  }
+  return table;
+}
+
+uint32_t append_zeros(const ZerosTable& t, uint32_t crc) {
+  return t[0][crc & 255] ^ t[1][crc >> 8 & 255] ^ t[2][crc >> 16 & 255] ^ t[3][crc >> 24];
+}
+
+uint64_t word(const uint8_t* p) {
+  uint64_t v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// The instruction takes three cycles but one can start in each, so three streams of `kStream` bytes run side by side.
+template <size_t kStream>
+__attribute__((target("sse4.2"))) void three_streams(uint64_t& crc, const uint8_t*& p, size_t& n) {
+  static constexpr ZerosTable kZeros = make_zeros_table(kStream);
+  for (; n >= 3 * kStream; n -= 3 * kStream, p += 3 * kStream) {
+    uint64_t a = crc, b = 0, c = 0;
+    for (size_t i = 0; i < kStream; i += 8) {
+      a = _mm_crc32_u64(a, word(p + i));
+      b = _mm_crc32_u64(b, word(p + kStream + i));
+      c = _mm_crc32_u64(c, word(p + 2 * kStream + i));
+    }
+    b ^= append_zeros(kZeros, static_cast<uint32_t>(a));
+    crc = c ^ append_zeros(kZeros, static_cast<uint32_t>(b));
+  }
+}
+
+__attribute__((target("sse4.2"))) uint32_t update_by_instruction(uint32_t crc32, const uint8_t* p, size_t n) {
+  uint64_t crc = crc32;
+  three_streams<4096>(crc, p, n);
+  three_streams<256>(crc, p, n);
+  for (; n >= 8; n -= 8, p += 8) crc = _mm_crc32_u64(crc, word(p));
+  for (; n > 0; --n, ++p) crc = _mm_crc32_u8(static_cast<uint32_t>(crc), *p);
+  return static_cast<uint32_t>(crc);
+}
+
+#endif
+
+}  // namespace
+
+uint32_t crc32c(uint32_t crc, const void* data, size_t n) {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("sse4.2")) {
+    return ~update_by_instruction(~crc, static_cast<const uint8_t*>(data), n);
+  }
+#endif
+  return crc32c_by_table(crc, data, n);
+}
+
+uint32_t crc32c_by_table(uint32_t crc, const void* data, size_t n) {
+  return ~update_by_table(~crc, static_cast<const uint8_t*>(data), n);
+}
+
+}  // namespace headrace

@@ -1,0 +1,13 @@
+// The tables, one translation unit each. Only kernels.cc decides which of them this processor may run.
+#pragma once
+
+#include "kernels/kernels.h"
+
+namespace headrace {
+
+extern const Kernels kPortableKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx512Kernels;
+#endif
+
+}  // namespace headrace

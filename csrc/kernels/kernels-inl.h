@@ -1,0 +1,537 @@
+// Every kernel, written once over sixteen lanes and compiled once per instruction set. The file that includes this
+// has first included a lanes header, which provides, with the same bits everywhere:
+//   Floats, Ints, Bytes     16 floats, 16 int32, 16 groups of 4 unsigned bytes, and their arithmetic. max and min
+//                           give the second operand if either is NaN; round_to_ints rounds half to even and gives
+//                           INT32_MIN where an int32 cannot hold the value; _n reads or writes the first n lanes
+//                           (n <= 16) and reads 0 in the others.
+//   sum_lanes, max_lanes    the tree of kernels.h; sum_lanes16 does it for 16 vectors, result i from vector i.
+//   dot4                    acc[i] += sum over j of w[4i + j] * x[j], unsigned times signed, exact.
+//   F32, F16, BF16          stored element types: load, and for F32 and F16 load_n and store_n.
+//   prefetch_near, _far     hints; the address need not exist.
+// Everything is in an unnamed namespace, so no two instruction sets share a definition.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/kernels.h"
+
+namespace headrace {
+namespace {
+
+constexpr float kInfinity = __builtin_inff();
+
+template <class T>
+inline T read(const uint8_t* p) {
+  T value;
+  __builtin_memcpy(&value, p, sizeof value);
+  return value;
+}
+
+inline uint32_t min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+// ---- exp, sin, cos
+
+// Within 1 ulp. x = k ln 2 + r with |r| <= ln 2 / 2; exp(r) = 1 + r + r^2 Q(r) by a minimax polynomial; times 2^k in
+// two steps, of which only the second can round (to a subnormal), go to 0 or to infinity. NaN stays NaN.
+inline Floats exp_lanes(Floats x) {
+  x = max(set1(-105.0f), x);
+  x = min(set1(90.0f), x);
+  // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits.
+  const Floats shifter = set1(0x1.8p23f);
+  const Floats shifted = fma(x, set1(0x1.715476p+0f), shifter);
+  const Floats k = sub(shifted, shifter);
+  const Ints k_int = sub(bits(shifted), bits(shifter));
+  Floats r = fma(k, set1(-0x1.62e4p-1f), x);  // ln 2 in two parts
+  r = fma(k, set1(-0x1.7f7d1cp-20f), r);
+  Floats q = set1(0x1.6a23ccp-10f);
+  q = fma(q, r, set1(0x1.123a2p-7f));
+  q = fma(q, r, set1(0x1.5558f4p-5f));
+  q = fma(q, r, set1(0x1.555492p-3f));
+  q = fma(q, r, set1(0x1.fffffcp-2f));
+  const Floats p = add(fma(mul(r, r), q, r), set1(1.0f));
+  const Ints half = shift_right<1>(k_int);
+  const Ints bias = set1_int(127);
+  const Floats scale1 = from_bits(shift_left<23>(add(half, bias)));
+  const Floats scale2 = from_bits(shift_left<23>(add(sub(k_int, half), bias)));
+  return mul(mul(p, scale1), scale2);
+}
+
+inline float exp_one(float x) {
+  float out[16];
+  store(out, exp_lanes(set1(x)));
+  return out[0];
+}
+
+struct SinCos {
+  double sin, cos;
+};
+
+// For |x| up to 2^30 or so, to far better than a float can hold. x = k pi/2 + r with |r| <= pi/4, then Taylor series.
+inline SinCos sin_cos(double x) {
+  const double shifter = 0x1.8p52;
+  const double shifted = __builtin_fma(x, 0x1.45f306dc9c883p-1, shifter);
+  const double k = shifted - shifter;
+  const uint64_t quadrant = __builtin_bit_cast(uint64_t, shifted) & 3;
+  double r = __builtin_fma(k, -0x1.921fb54442d18p+0, x);  // pi/2 in two parts
+  r = __builtin_fma(k, -0x1.1a62633145c07p-54, r);
+  const double z = r * r;
+  double s = 1.0 / 6227020800;  // 1/13!
+  s = __builtin_fma(s, z, -1.0 / 39916800);
+  s = __builtin_fma(s, z, 1.0 / 362880);
+  s = __builtin_fma(s, z, -1.0 / 5040);
+  s = __builtin_fma(s, z, 1.0 / 120);
+  s = __builtin_fma(s, z, -1.0 / 6);
+  s = __builtin_fma(s * z, r, r);
+  double c = -1.0 / 87178291200;  // -1/14!
+  c = __builtin_fma(c, z, 1.0 / 479001600);
+  c = __builtin_fma(c, z, -1.0 / 3628800);
+  c = __builtin_fma(c, z, 1.0 / 40320);
+  c = __builtin_fma(c, z, -1.0 / 720);
+  c = __builtin_fma(c, z, 1.0 / 24);
+  c = __builtin_fma(c, z, -0.5);
+  c = __builtin_fma(c, z, 1.0);
+  switch (quadrant) {
+    case 0: return {s, c};
+    case 1: return {c, -s};
+    case 2: return {-s, -c};
+    default: return {-c, s};
+  }
+}
+
+// ---- Matrix products
+
+// A quant type is a decoder of blocks of 32 columns: Bytes for two groups of 4 columns at a time, as value + kOffset.
+struct Q4_0 {
+  static constexpr uint32_t kBlockBytes = 288;
+  static constexpr int32_t kOffset = 8;
+  static constexpr uint32_t group(uint32_t pair, uint32_t i) { return pair + 4 * i; }
+  static void decode(const uint8_t* block, uint32_t pair, Bytes (&w)[2]) {
+    const Bytes packed = load_bytes(block + 32 + 64 * pair);
+    w[0] = low_nibbles(packed);
+    w[1] = high_nibbles(packed);
+  }
+};
+
+struct Q8_0 {
+  static constexpr uint32_t kBlockBytes = 544;
+  static constexpr int32_t kOffset = 128;
+  static constexpr uint32_t group(uint32_t pair, uint32_t i) { return 2 * pair + i; }
+  static void decode(const uint8_t* block, uint32_t pair, Bytes (&w)[2]) {
+    w[0] = flip_sign(load_bytes(block + 32 + 128 * pair));
+    w[1] = flip_sign(load_bytes(block + 32 + 128 * pair + 64));
+  }
+};
+
+// One tile times kTokens activation rows. Blocks are decoded once for all of them.
+template <class Quant, uint32_t kTokens>
+inline void quant_tile(const uint8_t* tile, uint32_t cols, const void* const* x, Floats (&acc)[kTokens]) {
+  const uint8_t* row[kTokens];
+  for (uint32_t t = 0; t < kTokens; ++t) {
+    row[t] = static_cast<const uint8_t*>(x[t]);
+    acc[t] = set1(0.0f);
+  }
+  const uint32_t blocks = cols / kQuantBlock;
+  const size_t scales_at = cols, sums_at = cols + size_t{4} * blocks;
+  for (uint32_t b = 0; b < blocks; ++b) {
+    const uint8_t* block = tile + size_t{b} * Quant::kBlockBytes;
+    if constexpr (kTokens <= 4) {  // few tokens: memory sets the pace
+      for (uint32_t i = 0; i < Quant::kBlockBytes; i += 64) {
+        prefetch_near(block + 8 * 288 + i);
+        prefetch_far(block + size_t{blocks} * Quant::kBlockBytes + i);
+      }
+    }
+    Ints dot[kTokens];
+    for (uint32_t t = 0; t < kTokens; ++t) {
+      dot[t] = set1_int(-Quant::kOffset * read<int32_t>(row[t] + sums_at + 4 * b));
+    }
+    for (uint32_t pair = 0; pair < 4; ++pair) {
+      Bytes w[2];
+      Quant::decode(block, pair, w);
+      for (uint32_t i = 0; i < 2; ++i) {
+        const size_t at = kQuantBlock * size_t{b} + 4 * Quant::group(pair, i);
+        for (uint32_t t = 0; t < kTokens; ++t)
+          dot[t] = dot4(dot[t], w[i], reinterpret_cast<const int8_t*>(row[t] + at));
+      }
+    }
+    const Floats d_w = F16::load(block);
+    for (uint32_t t = 0; t < kTokens; ++t) {
+      const Floats d = mul(d_w, set1(read<float>(row[t] + scales_at + 4 * b)));
+      acc[t] = fma(to_floats(dot[t]), d, acc[t]);
+    }
+  }
+}
+
+// kTiles tiles in a row times kTokens activation rows: kTiles * kTokens independent sums hide the latency of one.
+template <class Element, uint32_t kTiles, uint32_t kTokens>
+inline void float_tiles(const uint8_t* tile, uint32_t cols, const void* const* x, Floats (&acc)[kTiles][kTokens]) {
+  constexpr uint32_t kStep = kTileRows * Element::kBytes;
+  const size_t tile_stride = size_t{cols} * kStep;
+  for (uint32_t i = 0; i < kTiles; ++i)
+    for (uint32_t t = 0; t < kTokens; ++t) acc[i][t] = set1(0.0f);
+  for (uint32_t k = 0; k < cols; ++k) {
+    Floats w[kTiles];
+    for (uint32_t i = 0; i < kTiles; ++i) {
+      const uint8_t* p = tile + i * tile_stride + size_t{k} * kStep;
+      prefetch_near(p + 2304);
+      w[i] = Element::load(p);
+    }
+    for (uint32_t t = 0; t < kTokens; ++t) {
+      const Floats x_k = set1(read<float>(static_cast<const uint8_t*>(x[t]) + 4 * size_t{k}));
+      for (uint32_t i = 0; i < kTiles; ++i) acc[i][t] = fma(w[i], x_k, acc[i][t]);
+    }
+  }
+}
+
+template <uint32_t kTokens>
+inline void store_tile(const Matrix& w, uint32_t tile, const Floats* acc, float* const* y) {
+  const uint32_t row = tile * kTileRows;
+  const uint32_t n = min_u32(kTileRows, w.rows - row);
+  for (uint32_t t = 0; t < kTokens; ++t) {
+    if (n == kTileRows) {
+      store(y[t] + row, acc[t]);
+    } else {
+      store_n(y[t] + row, acc[t], n);
+    }
+  }
+}
+
+template <class Quant, uint32_t kTokens>
+inline void quant_tokens(const Matrix& w, uint32_t tile, const void* const* x, float* const* y) {
+  Floats acc[kTokens];
+  quant_tile<Quant, kTokens>(w.data + size_t{tile} * (w.cols / kQuantBlock) * Quant::kBlockBytes, w.cols, x, acc);
+  store_tile<kTokens>(w, tile, acc, y);
+}
+
+template <class Quant>
+void quant_matmul(const Matrix& w, const void* const* x, uint32_t n, float* const* y, uint32_t tile_begin,
+                  uint32_t tile_end) {
+  for (uint32_t tile = tile_begin; tile < tile_end; ++tile) {
+    uint32_t t = 0;
+    for (; t + 8 <= n; t += 8) quant_tokens<Quant, 8>(w, tile, x + t, y + t);
+    if (n - t >= 4) quant_tokens<Quant, 4>(w, tile, x + t, y + t), t += 4;
+    if (n - t >= 2) quant_tokens<Quant, 2>(w, tile, x + t, y + t), t += 2;
+    if (n - t >= 1) quant_tokens<Quant, 1>(w, tile, x + t, y + t);
+  }
+}
+
+template <class Element, uint32_t kTiles, uint32_t kTokens>
+inline void float_tokens(const Matrix& w, uint32_t tile, const void* const* x, float* const* y) {
+  Floats acc[kTiles][kTokens];
+  float_tiles<Element, kTiles, kTokens>(w.data + size_t{tile} * w.cols * kTileRows * Element::kBytes, w.cols, x, acc);
+  for (uint32_t i = 0; i < kTiles; ++i) store_tile<kTokens>(w, tile + i, acc[i], y);
+}
+
+template <class Element, uint32_t kTiles>
+inline void float_step(const Matrix& w, uint32_t tile, const void* const* x, uint32_t n, float* const* y) {
+  uint32_t t = 0;
+  for (; t + 4 <= n; t += 4) float_tokens<Element, kTiles, 4>(w, tile, x + t, y + t);
+  if (n - t >= 2) float_tokens<Element, kTiles, 2>(w, tile, x + t, y + t), t += 2;
+  if (n - t >= 1) float_tokens<Element, kTiles, 1>(w, tile, x + t, y + t);
+}
+
+template <class Element>
+void float_matmul(const Matrix& w, const void* const* x, uint32_t n, float* const* y, uint32_t tile_begin,
+                  uint32_t tile_end) {
+  uint32_t tile = tile_begin;
+  for (; tile + 4 <= tile_end; tile += 4) float_step<Element, 4>(w, tile, x, n, y);
+  for (; tile < tile_end; ++tile) float_step<Element, 1>(w, tile, x, n, y);
+}
+
+void matmul(const Matrix& w, const void* const* x, uint32_t n, float* const* y, uint32_t tile_begin,
+            uint32_t tile_end) {
+  switch (w.type) {
+    case DType::kF32: return float_matmul<F32>(w, x, n, y, tile_begin, tile_end);
+    case DType::kF16: return float_matmul<F16>(w, x, n, y, tile_begin, tile_end);
+    case DType::kBF16: return float_matmul<BF16>(w, x, n, y, tile_begin, tile_end);
+    case DType::kQ4_0: return quant_matmul<Q4_0>(w, x, n, y, tile_begin, tile_end);
+    case DType::kQ8_0: return quant_matmul<Q8_0>(w, x, n, y, tile_begin, tile_end);
+  }
+}
+
+void quantize(const float* x, uint32_t cols, uint32_t block_begin, uint32_t block_end, uint8_t* out) {
+  const uint32_t blocks = cols / kQuantBlock;
+  const Ints magnitude = set1_int(0x7fffffff);
+  for (uint32_t b = block_begin; b < block_end; ++b) {
+    const Floats lo = load(x + size_t{b} * kQuantBlock), hi = load(x + size_t{b} * kQuantBlock + 16);
+    // Magnitudes compare as integers, and there a NaN is the largest: it reaches d and stays visible.
+    const int32_t max_bits = max_lanes(max(bit_and(bits(lo), magnitude), bit_and(bits(hi), magnitude)));
+    const float max_abs = __builtin_bit_cast(float, max_bits);
+    float d = max_abs / 127.0f;
+    float inverse = 127.0f / max_abs;
+    if (inverse == kInfinity) d = inverse = 0.0f;
+    const Ints least = set1_int(-128);
+    const Ints q_lo = max(round_to_ints(mul(lo, set1(inverse))), least);
+    const Ints q_hi = max(round_to_ints(mul(hi, set1(inverse))), least);
+    const int32_t sum = sum_lanes(add(q_lo, q_hi));
+    int8_t* q = reinterpret_cast<int8_t*>(out + size_t{b} * kQuantBlock);
+    store_int8(q, q_lo);
+    store_int8(q + 16, q_hi);
+    __builtin_memcpy(out + cols + size_t{4} * b, &d, sizeof d);
+    __builtin_memcpy(out + cols + size_t{4} * (blocks + b), &sum, sizeof sum);
+  }
+}
+
+// ---- Element by element
+
+void rms_norm(const float* x, const float* w, float* y, uint32_t width, uint32_t group, float eps) {
+  for (uint32_t begin = 0; begin < width; begin += group, x += group, y += group) {
+    Floats squares = set1(0.0f);
+    uint32_t i = 0;
+    for (; i + 16 <= group; i += 16) {
+      const Floats v = load(x + i);
+      squares = fma(v, v, squares);
+    }
+    if (i < group) {
+      const Floats v = load_n(x + i, group - i);
+      squares = fma(v, v, squares);
+    }
+    const float mean = sum_lanes(squares) / static_cast<float>(group);
+    const Floats r = set1(1.0f / __builtin_sqrtf(mean + eps));
+    for (i = 0; i + 16 <= group; i += 16) store(y + i, mul(mul(load(x + i), r), load(w + i)));
+    if (i < group) store_n(y + i, mul(mul(load_n(x + i, group - i), r), load_n(w + i, group - i)), group - i);
+  }
+}
+
+void add_rows(const float* a, const float* b, float* y, uint32_t n) {
+  for (uint32_t i = 0; i < n; ++i) y[i] = a[i] + b[i];
+}
+
+void accumulate(float weight, const float* x, float* y, uint32_t n) {
+  const Floats weights = set1(weight);
+  uint32_t i = 0;
+  for (; i + 16 <= n; i += 16) store(y + i, fma(weights, load(x + i), load(y + i)));
+  if (i < n) store_n(y + i, fma(weights, load_n(x + i, n - i), load_n(y + i, n - i)), n - i);
+}
+
+inline Floats swiglu_lanes(Floats gate, Floats up) {
+  const Floats e = exp_lanes(sub(set1(0.0f), gate));
+  return mul(div(gate, add(set1(1.0f), e)), up);
+}
+
+void swiglu(const float* gate, const float* up, float* y, uint32_t n) {
+  uint32_t i = 0;
+  for (; i + 16 <= n; i += 16) store(y + i, swiglu_lanes(load(gate + i), load(up + i)));
+  if (i < n) store_n(y + i, swiglu_lanes(load_n(gate + i, n - i), load_n(up + i, n - i)), n - i);
+}
+
+// ---- Rotary embedding
+
+void rope_angles(uint32_t position, const float* inv_freq, uint32_t half, float* out) {
+  for (uint32_t i = 0; i < half; ++i) {
+    const SinCos a = sin_cos(static_cast<double>(position) * static_cast<double>(inv_freq[i]));
+    out[i] = static_cast<float>(a.cos);
+    out[half + i] = static_cast<float>(a.sin);
+  }
+}
+
+// Elements i and i + half of one head, for all i < half.
+inline void rotate_halves(float* x, const float* cos, const float* sin, uint32_t half) {
+  for (uint32_t i = 0; i < half; i += 16) {
+    const uint32_t n = min_u32(16, half - i);
+    const Floats x0 = load_n(x + i, n), x1 = load_n(x + half + i, n);
+    const Floats c = load_n(cos + i, n), s = load_n(sin + i, n);
+    const Floats minus_x1_s = from_bits(add(bits(mul(x1, s)), set1_int(INT32_MIN)));  // only the sign bit changes
+    store_n(x + i, fma(x0, c, minus_x1_s), n);
+    store_n(x + half + i, fma(x1, c, mul(x0, s)), n);
+  }
+}
+
+inline void rotate_neighbours(float* x, const float* cos, const float* sin, uint32_t half) {
+  for (uint32_t i = 0; i < half; ++i) {
+    const float x0 = x[2 * i], x1 = x[2 * i + 1];
+    x[2 * i] = __builtin_fmaf(x0, cos[i], -(x1 * sin[i]));
+    x[2 * i + 1] = __builtin_fmaf(x1, cos[i], x0 * sin[i]);
+  }
+}
+
+void rope(float* x, const float* angles, uint32_t num_heads, uint32_t head_dim, uint32_t rotary, RopeStyle style) {
+  const uint32_t half = rotary / 2;
+  for (uint32_t h = 0; h < num_heads; ++h, x += head_dim) {
+    if (style == RopeStyle::kNeox) {
+      rotate_halves(x, angles, angles + half, half);
+    } else {
+      rotate_neighbours(x, angles, angles + half, half);
+    }
+  }
+}
+
+// ---- Attention
+
+void store_kv(const float* x, void* out, uint32_t n, DType kv_type) {
+  uint8_t* p = static_cast<uint8_t*>(out);
+  for (uint32_t i = 0; i < n; i += 16) {
+    const uint32_t m = min_u32(16, n - i);
+    if (kv_type == DType::kF16) {
+      F16::store_n(p + size_t{i} * F16::kBytes, load_n(x + i, m), m);
+    } else {
+      F32::store_n(p + size_t{i} * F32::kBytes, load_n(x + i, m), m);
+    }
+  }
+}
+
+constexpr uint32_t kKeyBlock = 32;
+
+// lane_sum(q * k) for sixteen keys.
+template <class Element>
+inline Floats scores16(const float* q, const uint8_t* const* key, uint32_t head_dim) {
+  Floats sum[16];
+  for (int j = 0; j < 16; ++j) sum[j] = set1(0.0f);
+  uint32_t d = 0;
+  for (; d + 16 <= head_dim; d += 16) {
+    const Floats q_d = load(q + d);
+    for (int j = 0; j < 16; ++j) sum[j] = fma(q_d, Element::load(key[j] + size_t{d} * Element::kBytes), sum[j]);
+  }
+  if (d < head_dim) {
+    const uint32_t n = head_dim - d;
+    const Floats q_d = load_n(q + d, n);
+    for (int j = 0; j < 16; ++j) sum[j] = fma(q_d, Element::load_n(key[j] + size_t{d} * Element::kBytes, n), sum[j]);
+  }
+  return sum_lanes16(sum);
+}
+
+// acc = acc * c, then += p[j] * v[j] for the keys in turn, for kVectors * 16 elements (the last n of them where 1).
+template <class Element, uint32_t kVectors>
+inline void add_values(float* acc, float c, const float* p, const uint8_t* v, size_t stride_bytes, uint32_t keys) {
+  Floats a[kVectors];
+  for (uint32_t i = 0; i < kVectors; ++i) a[i] = mul(load(acc + 16 * i), set1(c));
+  for (uint32_t j = 0; j < keys; ++j, v += stride_bytes) {
+    const Floats p_j = set1(p[j]);
+    for (uint32_t i = 0; i < kVectors; ++i) a[i] = fma(p_j, Element::load(v + 16 * i * Element::kBytes), a[i]);
+  }
+  for (uint32_t i = 0; i < kVectors; ++i) store(acc + 16 * i, a[i]);
+}
+
+template <class Element>
+inline void add_values_n(float* acc, float c, const float* p, const uint8_t* v, size_t stride_bytes, uint32_t keys,
+                         uint32_t n) {
+  Floats a = mul(load_n(acc, n), set1(c));
+  for (uint32_t j = 0; j < keys; ++j, v += stride_bytes) a = fma(set1(p[j]), Element::load_n(v, n), a);
+  store_n(acc, a, n);
+}
+
+template <class Element>
+void attend_typed(const float* q, uint32_t num_q, uint32_t head_dim, const uint8_t* k, const uint8_t* v,
+                  size_t stride_bytes, uint32_t first, uint32_t last, float scale, float* out, float* scratch) {
+  float* acc = scratch;  // [num_q, head_dim]
+  float* running_max = acc + size_t{num_q} * head_dim;
+  float* running_sum = running_max + num_q;
+  float* p = running_sum + num_q;  // [32], for one head at a time
+  for (size_t i = 0; i < size_t{num_q} * head_dim; ++i) acc[i] = 0.0f;
+  for (uint32_t h = 0; h < num_q; ++h) running_max[h] = -kInfinity, running_sum[h] = 0.0f;
+
+  for (uint32_t block = first / kKeyBlock; block <= last / kKeyBlock; ++block) {
+    const uint32_t block_begin = block * kKeyBlock;
+    const uint32_t begin = block_begin < first ? first : block_begin;
+    const uint32_t end = min_u32(last - block_begin, kKeyBlock - 1) + block_begin + 1;
+    const uint32_t keys = end - begin;
+    const uint8_t* key[kKeyBlock];
+    for (uint32_t j = 0; j < kKeyBlock; ++j) {
+      const uint32_t position = begin + (j < keys ? j : 0);  // an absent key stands in for by a present one
+      key[j] = k + position * stride_bytes;
+    }
+    for (uint32_t h = 0; h < num_q; ++h) {
+      const float* q_h = q + size_t{h} * head_dim;
+      for (uint32_t j = 0; j < keys; j += 16) store(p + j, mul(set1(scale), scores16<Element>(q_h, key + j, head_dim)));
+      for (uint32_t j = keys; j < kKeyBlock; ++j) p[j] = -kInfinity;
+      const float block_max = max_lanes(max(load(p), load(p + 16)));
+      const float new_max = running_max[h] > block_max ? running_max[h] : block_max;
+      for (uint32_t j = 0; j < kKeyBlock; j += 16) store(p + j, exp_lanes(sub(load(p + j), set1(new_max))));
+      const float c = exp_one(running_max[h] - new_max);
+      float sum = 0.0f;
+      for (uint32_t j = 0; j < keys; ++j) sum += p[j];
+      running_sum[h] = __builtin_fmaf(running_sum[h], c, sum);
+      running_max[h] = new_max;
+
+      float* acc_h = acc + size_t{h} * head_dim;
+      const uint8_t* v_begin = v + begin * stride_bytes;
+      uint32_t d = 0;
+      for (; d + 128 <= head_dim; d += 128)
+        add_values<Element, 8>(acc_h + d, c, p, v_begin + d * Element::kBytes, stride_bytes, keys);
+      for (; d + 32 <= head_dim; d += 32)
+        add_values<Element, 2>(acc_h + d, c, p, v_begin + d * Element::kBytes, stride_bytes, keys);
+      for (; d < head_dim; d += 16)
+        add_values_n<Element>(acc_h + d, c, p, v_begin + d * Element::kBytes, stride_bytes, keys,
+                              min_u32(16, head_dim - d));
+    }
+  }
+  for (uint32_t h = 0; h < num_q; ++h)
+    for (uint32_t d = 0; d < head_dim; ++d) out[h * head_dim + d] = acc[h * head_dim + d] / running_sum[h];
+}
+
+void attend(const float* q, uint32_t num_q, uint32_t head_dim, const void* k, const void* v, DType kv_type,
+            size_t stride_elems, uint32_t first, uint32_t last, float scale, float* out, float* scratch) {
+  const uint8_t* keys = static_cast<const uint8_t*>(k);
+  const uint8_t* values = static_cast<const uint8_t*>(v);
+  if (kv_type == DType::kF16) {
+    attend_typed<F16>(q, num_q, head_dim, keys, values, stride_elems * F16::kBytes, first, last, scale, out, scratch);
+  } else {
+    attend_typed<F32>(q, num_q, head_dim, keys, values, stride_elems * F32::kBytes, first, last, scale, out, scratch);
+  }
+}
+
+// ---- Routing
+
+inline float logit_or_lowest(float logit) { return logit == logit ? logit : -kInfinity; }
+
+void route(const float* logits, uint32_t num_experts, uint32_t top_k, Scoring, bool normalize, float scaling,
+           int32_t* ids, float* weights) {
+  // Insertion into a list in descending order of logit; an equal later one stays behind, so ties go to the lowest id.
+  uint32_t chosen = 0;
+  for (uint32_t e = 0; e < num_experts; ++e) {
+    const float logit = logit_or_lowest(logits[e]);
+    if (chosen == top_k && !(logit > weights[chosen - 1])) continue;
+    uint32_t at = chosen < top_k ? chosen++ : chosen - 1;
+    for (; at > 0 && logit > weights[at - 1]; --at) weights[at] = weights[at - 1], ids[at] = ids[at - 1];
+    weights[at] = logit;
+    ids[at] = static_cast<int32_t>(e);
+  }
+  const float max_logit = weights[0];
+
+  for (uint32_t i = 1; i < top_k; ++i) {  // into ascending expert id
+    const int32_t id = ids[i];
+    const float logit = weights[i];
+    uint32_t at = i;
+    for (; at > 0 && ids[at - 1] > id; --at) weights[at] = weights[at - 1], ids[at] = ids[at - 1];
+    weights[at] = logit;
+    ids[at] = id;
+  }
+
+  float sum = 0.0f;
+  for (uint32_t e = 0; e < num_experts; e += 16) {
+    const uint32_t n = min_u32(16, num_experts - e);
+    float l[16] = {};
+    for (uint32_t i = 0; i < n; ++i) l[i] = logit_or_lowest(logits[e + i]);
+    store(l, exp_lanes(sub(load(l), set1(max_logit))));
+    for (uint32_t i = 0; i < n; ++i) sum += l[i];
+  }
+  float chosen_sum = 0.0f;
+  for (uint32_t i = 0; i < top_k; ++i) {
+    weights[i] = exp_one(weights[i] - max_logit) / sum;
+    chosen_sum += weights[i];
+  }
+  for (uint32_t i = 0; i < top_k; ++i) {
+    if (normalize) weights[i] = weights[i] / chosen_sum;
+    weights[i] = weights[i] * scaling;
+  }
+}
+
+constexpr Kernels make_table(const char* isa) {
+  return {
+      .isa = isa,
+      .matmul = matmul,
+      .quantize = quantize,
+      .rms_norm = rms_norm,
+      .add = add_rows,
+      .accumulate = accumulate,
+      .swiglu = swiglu,
+      .rope_angles = rope_angles,
+      .rope = rope,
+      .store_kv = store_kv,
+      .attend = attend,
+      .route = route,
+  };
+}
+
+}  // namespace
+}  // namespace headrace
