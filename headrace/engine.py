@@ -18,7 +18,7 @@ from headrace.errors import HeadraceError
 from headrace.experts.plan import MIB, MemoryPlan, Needs, Readings, page_table_bytes, plan_memory
 from headrace.formats.checkpoint import Checkpoint, DType
 from headrace.graph import Graph
-from headrace.models import build_graph
+from headrace.models.families import build_graph
 from headrace.models.blocks import INV_FREQ, ROUTE_CAPACITY, inverse_frequencies
 from headrace.program import Program, compile_graph, plan_buffers
 

@@ -43,7 +43,7 @@ class Sampler:
             raise HeadraceError(f"temperature: expected a number >= 0, found {temperature}")
         if not 0 < top_p <= 1:
             raise HeadraceError(f"top_p: expected 0 < top_p <= 1, found {top_p}")
-        if top_k != int(top_k) or top_k < 0:
+        if not (math.isfinite(top_k) and top_k >= 0 and top_k == int(top_k)):
             raise HeadraceError(f"top_k: expected an integer >= 0 (0: all), found {top_k}")
         if seed is None:
             seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
