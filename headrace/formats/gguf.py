@@ -18,6 +18,8 @@ from headrace.formats.placing import FileTensor, place
 from headrace.models.config import ARCHITECTURES, ModelConfig
 from headrace.models.fields import Fields, shown
 
+MAGIC = b"GGUF"
+
 # Far above any real file (150,000 tokens and their merges take 6 MB), far below what would hurt.
 MAX_HEADER_BYTES = 64 << 20
 MAX_KEYS = 1 << 16
@@ -112,9 +114,9 @@ def _read_header(path: Path) -> _Header:
             raise HeadraceError(f"{path}: the file is empty; expected a GGUF")
         r = HeaderReader(path, fd, size)
         magic = r.take(min(4, size), "magic")
-        if magic != b"GGUF":
+        if magic != MAGIC:
             raise HeadraceError(
-                f"{path}: not a GGUF: expected the bytes {b'GGUF'!r} at offset 0, found {magic!r}"
+                f"{path}: not a GGUF: expected the bytes {MAGIC!r} at offset 0, found {magic!r}"
             )
         version = r.u32("version")
         if version & 0xFFFF == 0 and version:
