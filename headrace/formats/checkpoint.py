@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.models.config import ModelConfig
+if TYPE_CHECKING:  # models/ imports this module
+    from headrace.models.config import ModelConfig
 
 
 class DType(IntEnum):
@@ -111,7 +113,8 @@ class Checkpoint:
     name: str
     config: ModelConfig
     files: tuple[Path, ...]
-    tensors: dict[str, TensorInfo]  # the trunk: no experts, no token_embd (unless tied: see embedding)
+    # The trunk: no experts and no token_embd. Tied: output.weight is there too, at the embedding's bytes.
+    tensors: dict[str, TensorInfo]
     embedding: EmbeddingTable
     experts: tuple[LayerExperts, ...]
     tokenizer: TokenizerSource

@@ -1,0 +1,1 @@
+"""Model families: config -> Graph. One file per family; families.py finds it."""

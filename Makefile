@@ -1,0 +1,52 @@
+# make run    makes .venv, installs, and runs the embedded model in a budget that its experts do not fit
+# make test   installs what the tests need and runs all of them
+# make lint   format and lint only
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+SOURCES := $(shell find csrc headrace -name '*.cc' -o -name '*.h' -o -name '*.py') CMakeLists.txt pyproject.toml
+CPP_FILES := $(shell find csrc tests/cpp -name '*.cc' -o -name '*.h')
+
+.PHONY: run test lint cpp-test py-test clean
+
+PROMPT ?= In the beginning
+
+# The budget: the smallest that works, and room for three tenths of the experts.
+run: $(VENV)/.installed
+	@budget=$$($(BIN)/headrace inspect tiny --json | $(BIN)/python -c 'import json, sys; \
+	  plan = json.load(sys.stdin)["plan"]; print(plan["minimum_bytes"] + plan["expert_bytes"] * 3 // 10)') && \
+	echo "headrace run tiny -n 200 --memory $$budget -p '$(PROMPT)'" && \
+	$(BIN)/headrace run tiny -n 200 --memory $$budget -p '$(PROMPT)'
+
+$(VENV)/.installed: $(SOURCES)
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@echo "installing headrace into $(VENV) ..."
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.tested: $(SOURCES)
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@ $(VENV)/.installed
+
+test: lint cpp-test py-test
+
+lint: $(VENV)/.tested
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+	$(BIN)/mypy
+
+# The core's own tests, three times: as shipped, under address and undefined-behaviour sanitizers, under the
+# thread sanitizer.
+cpp-test: $(VENV)/.tested
+	PATH="$(CURDIR)/$(BIN):$$PATH" tests/cpp/run.sh plain
+	PATH="$(CURDIR)/$(BIN):$$PATH" tests/cpp/run.sh address,undefined
+	PATH="$(CURDIR)/$(BIN):$$PATH" tests/cpp/run.sh thread
+
+py-test: $(VENV)/.tested
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) build build-*

@@ -1,0 +1,207 @@
+"""The command line: parses, calls a command, turns errors into one line and an exit status.
+
+0 done; 1 a problem with the input or the machine; 2 wrong usage; 130 interrupted. A closed pipe is not an error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+
+from headrace.errors import HeadraceError
+
+app = typer.Typer(
+    name="headrace",
+    help="Run Mixture-of-Experts models inside a memory budget that you name.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A GGUF file, a Hugging Face directory, a store, or `tiny`.", show_default=False
+    ),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="Budget of the whole process: 2GiB, 1500MB. Default: what everything resident needs, at most "
+        "85 % of available memory.",
+        show_default=False,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("-t", "--threads", min=1, max=256, help="Threads. Default: all processors."),
+]
+Context = Annotated[
+    int | None,
+    typer.Option("-c", "--context", min=1, help="Positions. Default: what prompt and -n need."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def _memory_bytes(text: str | None) -> int | None:
+    from headrace.sizes import parse_size
+
+    if text is None:
+        return None
+    try:
+        return parse_size(text)
+    except HeadraceError as error:
+        raise click.BadParameter(str(error), param_hint="--memory") from error
+
+
+def _read_prompt(text: str | None, file: Path | None) -> str:
+    if text is not None and file is not None:
+        raise click.UsageError("give -p or -f, not both")
+    if text is not None:
+        return text
+    if file is None and sys.stdin.isatty():
+        raise click.UsageError("give a prompt: -p TEXT, -f FILE, or standard input")
+    name = str(file) if file is not None else "standard input"
+    try:
+        data = file.read_bytes() if file is not None else sys.stdin.buffer.read()
+    except OSError as error:
+        raise HeadraceError(f"{name}: {error.strerror}; give a readable text file") from error
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise HeadraceError(
+            f"{name}: offset {error.start}: not UTF-8; give the prompt as UTF-8 text"
+        ) from error
+
+
+@app.command("run")
+def run_command(
+    model: Model,
+    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Text.")] = None,
+    file: Annotated[Path | None, typer.Option("-f", "--file", help="File with the text.")] = None,
+    num_tokens: Annotated[
+        int, typer.Option("-n", "--num-tokens", min=1, help="Tokens to generate at most.")
+    ] = 256,
+    memory: Memory = None,
+    threads: Threads = None,
+    context: Context = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temp", min=0.0, help="Temperature; 0 is greedy. Default: the model's."),
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus. Default: the model's.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed for sampling.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
+    kv: Annotated[
+        str, typer.Option("--kv", click_type=click.Choice(["f16", "f32"]), help="Keys and values.")
+    ] = "f16",
+    json: Json = False,
+) -> None:
+    """Generate text from a prompt."""
+    text = _read_prompt(prompt, file)
+    from headrace.commands.run import RunOptions, run
+
+    run(
+        RunOptions(
+            model=model,
+            prompt=text,
+            max_tokens=num_tokens,
+            memory_bytes=_memory_bytes(memory),
+            num_threads=threads,
+            context=context,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            raw=raw,
+            kv=kv,
+            json=json,
+        )
+    )
+
+
+@app.command("inspect")
+def inspect_command(
+    model: Model,
+    memory: Memory = None,
+    threads: Threads = None,
+    context: Context = None,
+    json: Json = False,
+) -> None:
+    """Say what a model is, what fits and what would be read, without loading it."""
+    from headrace.commands.inspect import inspect
+
+    inspect(model, _memory_bytes(memory), threads, context, json)
+
+
+@app.command("pack")
+def pack_command(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="GGUF file or model directory.")],
+    destination: Annotated[str, typer.Argument(metavar="DEST", help="The store to make.")],
+    json: Json = False,
+) -> None:
+    """Pack a checkpoint into a store: one read an expert, everything checksummed."""
+    from headrace.commands.store import pack
+
+    pack(source, destination, json)
+
+
+@app.command("verify")
+def verify_command(
+    store: Annotated[str, typer.Argument(metavar="STORE", help="A packed store.")],
+    json: Json = False,
+) -> None:
+    """Read a whole store and check every checksum."""
+    from headrace.commands.store import verify
+
+    verify(store, json)
+
+
+@app.command("bench")
+def bench_command(
+    model: Model,
+    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of prefill.")] = 512,
+    gen: Annotated[int, typer.Option("--gen", min=0, help="Tokens of decode.")] = 32,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Runs; medians are shown.")] = 3,
+    memory: Memory = None,
+    threads: Threads = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the token ids.")] = 0,
+    json: Json = False,
+) -> None:
+    """Measure prefill and decode speed on random token ids."""
+    from headrace.commands.bench import bench
+
+    bench(model, prompt, gen, repeat, _memory_bytes(memory), threads, seed, json)
+
+
+def main() -> None:
+    sys.exit(_main())
+
+
+def _main() -> int:
+    try:
+        app(standalone_mode=False)
+        sys.stdout.flush()
+        return 0
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except HeadraceError as error:
+        print(f"headrace: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except BrokenPipeError:
+        # The reader has left; keep the interpreter's last flush from complaining.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -1,0 +1,76 @@
+"""`headrace bench`: speed on seeded random token ids, median of R runs; the model's own choices are never fed."""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+
+import numpy as np
+
+from headrace import _core
+from headrace.commands.model import open_model
+from headrace.commands.run import hit_rate, session_report
+from headrace.engine import Engine, EngineOptions
+from headrace.sizes import format_size
+
+
+def bench(
+    model: str,
+    prompt_tokens: int,
+    gen_tokens: int,
+    repeat: int,
+    memory_bytes: int | None,
+    num_threads: int | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    _core.exit_on_interrupt(True)  # nothing is written
+    checkpoint = open_model(model)
+    options = EngineOptions(
+        context=prompt_tokens + gen_tokens,
+        memory_bytes=memory_bytes,
+        num_threads=num_threads,
+        prompt_rows=prompt_tokens,
+    )
+    runs = []
+    with Engine(checkpoint, options) as engine:
+        rng = np.random.default_rng(seed)
+        for _ in range(repeat):
+            ids = rng.integers(0, checkpoint.config.vocab_size, prompt_tokens + gen_tokens).tolist()
+            session = engine.session()
+            session.prefill(ids[:prompt_tokens])
+            for token in ids[prompt_tokens:]:
+                session.step(token)
+            runs.append(
+                {
+                    **session_report(session),
+                    "ttft_s": session.prefill_figures.seconds,
+                    "decode_hit_rate": hit_rate(session.decode_figures),
+                }
+            )
+            session.close()
+        # The run whose decode speed is the median stands for the counters.
+        middle = sorted(runs, key=lambda r: r["decode_tps"])[len(runs) // 2]
+        report = {
+            **engine.report(),
+            **middle,
+            "prompt_tokens": prompt_tokens,
+            "generated_tokens": gen_tokens,
+            "prefill_tps": median(r["prefill_tps"] for r in runs),
+            "decode_tps": median(r["decode_tps"] for r in runs),
+            "ttft_s": median(r["ttft_s"] for r in runs),
+            "repeat": repeat,
+            "runs": runs,
+        }
+    if as_json:
+        print(json.dumps(report))
+        return
+    decode = report["decode"]
+    per_token = decode["expert_bytes_read"] / gen_tokens if gen_tokens else 0
+    print(
+        f"{report['model']}: prefill {prompt_tokens} at {report['prefill_tps']:.1f} tokens/s, "
+        f"decode {gen_tokens} at {report['decode_tps']:.2f} tokens/s (median of {repeat}); "
+        f"decode hit rate {report['decode_hit_rate']:.1%}, {format_size(int(per_token))} read a token; "
+        f"residency {report['residency']:.0%}, peak memory {format_size(report['peak_rss_bytes'])} "
+        f"of {format_size(report['budget_bytes'])}, {report['num_threads']} threads, {report['isa']}"
+    )

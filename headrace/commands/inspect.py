@@ -1,0 +1,86 @@
+"""`headrace inspect`: what a model is, what fits, what would be read, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+from headrace.commands.model import open_model
+from headrace.engine import EngineOptions, make_plan
+from headrace.sizes import format_size
+
+DEFAULT_CONTEXT = 512
+
+
+def inspect(
+    model: str,
+    memory_bytes: int | None,
+    num_threads: int | None,
+    context: int | None,
+    as_json: bool,
+) -> None:
+    checkpoint = open_model(model)
+    config = checkpoint.config
+    context = context or min(DEFAULT_CONTEXT, config.max_position_embeddings)
+    plan = make_plan(
+        checkpoint,
+        EngineOptions(context=context, memory_bytes=memory_bytes, num_threads=num_threads),
+    )
+    expert_bytes = plan.expert_bytes
+    residency = min(1.0, plan.arena_bytes / expert_bytes)
+    # Distinct experts of one token, all layers: what a step reads if none of them is resident.
+    token_bytes = expert_bytes * config.num_experts_per_tok // config.num_experts
+    types = Counter(t.dtype.name for t in checkpoint.tensors.values())
+    expert_types = Counter(p[0].name for e in checkpoint.experts for p in e.parts)
+    report = {
+        "model": checkpoint.name,
+        "path": str(checkpoint.path),
+        "kind": checkpoint.kind,
+        "model_type": config.model_type,
+        "num_hidden_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "moe_intermediate_size": config.moe_intermediate_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "trunk_dtypes": dict(types),
+        "expert_dtypes": dict(expert_types),
+        "expert_bytes": expert_bytes,
+        "token_expert_bytes": token_bytes,
+        "residency": residency,
+        "uniform_read_bytes_per_token": int(token_bytes * (1 - residency)),
+        "plan": plan.as_dict(),
+    }
+    if as_json:
+        print(json.dumps(report))
+        return
+    rows = [
+        ("model", f"{checkpoint.name} ({config.model_type}, {checkpoint.kind})"),
+        (
+            "shape",
+            f"{config.num_hidden_layers} layers of {config.num_experts} experts, "
+            f"{config.num_experts_per_tok} a token; hidden {config.hidden_size}, "
+            f"expert width {config.moe_intermediate_size}, vocabulary {config.vocab_size}",
+        ),
+        ("weights", f"trunk {_types(types)}; experts {_types(expert_types)}"),
+        ("experts", f"{format_size(expert_bytes)} in all, {format_size(token_bytes)} a token"),
+        ("trunk", f"{format_size(plan.trunk_bytes)}, always resident"),
+        (
+            "budget",
+            f"{format_size(plan.budget_bytes)}; smallest {format_size(plan.minimum_bytes)}, "
+            f"everything resident {format_size(plan.resident_bytes)} (context {plan.context})",
+        ),
+        ("arena", f"{format_size(plan.arena_bytes)}: {residency:.0%} of the experts resident"),
+        (
+            "reads",
+            f"about {format_size(int(token_bytes * (1 - residency)))} a token if routing were uniform",
+        ),
+        ("passes", f"up to {plan.max_rows} rows"),
+    ]
+    for name, text in rows:
+        print(f"{name:8} {text}")
+
+
+def _types(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} x{n}" for name, n in counts.most_common())

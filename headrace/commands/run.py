@@ -1,0 +1,140 @@
+"""`headrace run`: one prompt in, text out."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+
+from headrace import _core
+from headrace.commands.model import open_model
+from headrace.engine import Engine, EngineOptions, Figures, Session
+from headrace.errors import HeadraceError
+from headrace.formats.checkpoint import DType
+from headrace.generate import Generation
+from headrace.sizes import format_size
+from headrace.text.chat import encode_chat
+from headrace.text.sampling import sampler_from_defaults
+from headrace.text.stop import stop_token_ids
+from headrace.text.stream import TextStream
+from headrace.text.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    model: str
+    prompt: str
+    max_tokens: int
+    memory_bytes: int | None
+    num_threads: int | None
+    context: int | None
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+    raw: bool
+    kv: str
+    json: bool
+
+
+def run(options: RunOptions) -> None:
+    _core.exit_on_interrupt(True)  # loading writes nothing and cannot be polled
+    checkpoint = open_model(options.model)
+    tokenizer = load_tokenizer(checkpoint.tokenizer, checkpoint.config)
+    if tokenizer is None:
+        raise HeadraceError(
+            f"{checkpoint.path}: holds no vocabulary, so text cannot be tokenized; "
+            "use `headrace bench`, which feeds token ids"
+        )
+    sampler = sampler_from_defaults(
+        checkpoint.config.generation,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    template = checkpoint.tokenizer.chat_template
+    if template and not options.raw:
+        prompt_ids = encode_chat(tokenizer, template, [{"role": "user", "content": options.prompt}])
+    else:
+        prompt_ids = tokenizer.encode(options.prompt)
+    if not prompt_ids:
+        raise HeadraceError("the prompt is empty; give some text")
+    limit = checkpoint.config.max_position_embeddings
+    context = options.context or min(len(prompt_ids) + options.max_tokens, limit)
+    if len(prompt_ids) > context:
+        raise HeadraceError(
+            f"the prompt has {len(prompt_ids)} tokens, the context holds {context}"
+            f" (the model's limit is {limit}); shorten the prompt"
+            + (" or raise -c" if context < limit else "")
+        )
+    engine_options = EngineOptions(
+        context=context,
+        memory_bytes=options.memory_bytes,
+        num_threads=options.num_threads,
+        prompt_rows=len(prompt_ids),
+        kv_dtype=DType.F32 if options.kv == "f32" else DType.F16,
+    )
+    with Engine(checkpoint, engine_options) as engine:
+        _core.exit_on_interrupt(False)  # from here on a pass notices it
+        session = engine.session()
+        start = time.perf_counter()
+        logits = session.prefill(prompt_ids)
+        generation = Generation(
+            session,
+            logits,
+            sampler,
+            options.max_tokens,
+            stop_token_ids(checkpoint.config, tokenizer),
+        )
+        stream, pieces, ttft_s = TextStream(tokenizer), [], 0.0
+        for token in generation:
+            ttft_s = ttft_s or time.perf_counter() - start
+            pieces.append(stream.push(token))
+            if not options.json:
+                sys.stdout.write(pieces[-1])
+                sys.stdout.flush()
+        pieces.append(stream.finish())
+        report = {
+            **engine.report(),
+            **session_report(session),
+            "prompt_tokens": len(prompt_ids),
+            "generated_tokens": len(generation.token_ids),
+            "ttft_s": ttft_s,
+            "finish_reason": generation.finish_reason,
+            "seed": sampler.seed,
+            "text": "".join(pieces),
+            "token_ids": generation.token_ids,
+        }
+        if options.json:
+            print(json.dumps(report))
+        else:
+            sys.stdout.write(pieces[-1] + "\n")
+            sys.stdout.flush()
+            print(figures_line(report, session), file=sys.stderr)
+
+
+def session_report(session: Session) -> dict[str, object]:
+    prefill, decode = session.prefill_figures, session.decode_figures
+    return {
+        "prefill_tps": prefill.tps,
+        "decode_tps": decode.tps,
+        "prefill": prefill.as_dict(),
+        "decode": decode.as_dict(),
+    }
+
+
+def hit_rate(figures: Figures) -> float:
+    """Share of expert uses that needed no demand read; 0 if there were none."""
+    c = figures.counters
+    uses = sum(c.get(k, 0) for k in ("hits", "late_hits", "loads"))
+    return (uses - c.get("loads", 0)) / uses if uses else 0.0
+
+
+def figures_line(report: dict, session: Session) -> str:
+    read = sum(report[p]["expert_bytes_read"] for p in ("prefill", "decode"))
+    return (
+        f"prefill {report['prefill_tps']:.1f} tokens/s, decode {report['decode_tps']:.1f} tokens/s, "
+        f"decode hit rate {hit_rate(session.decode_figures):.1%}, read {format_size(read)}, "
+        f"peak memory {format_size(report['peak_rss_bytes'])} of {format_size(report['budget_bytes'])}, "
+        f"experts resident {report['residency']:.0%}"
+    )

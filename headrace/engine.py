@@ -1,0 +1,334 @@
+"""Engine and Session: load -> prefill -> decode. Read this file first.
+
+An Engine holds what conversations share: weights, the expert arena, the executor. A Session holds what one
+conversation owns: keys and values, and its figures. docs/architecture.md follows one request through the files.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import numpy as np
+
+from headrace import _core, machine
+from headrace.errors import HeadraceError
+from headrace.experts.plan import MIB, MemoryPlan, Needs, Readings, page_table_bytes, plan_memory
+from headrace.formats.checkpoint import Checkpoint, DType
+from headrace.graph import Graph
+from headrace.models.families import build_graph
+from headrace.models.blocks import INV_FREQ, ROUTE_CAPACITY, inverse_frequencies
+from headrace.program import Program, compile_graph, plan_buffers
+
+LOADER_THREADS = 2
+# The arena is lowered when less than this is left under the budget.
+DRIFT_MARGIN_BYTES = 2 * MIB
+# Sampling works on float64 copies of the logits and on index arrays: at most this many bytes a vocabulary entry.
+LOGITS_BYTES_PER_ENTRY = 4 + 28
+
+
+@dataclass
+class Figures:
+    """What one phase (prefill or decode) did. Expert counters as in DESIGN.md, "Words"."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    counters: dict[str, int] = field(default_factory=dict)
+
+    def add(self, tokens: int, seconds: float, before: dict[str, int], after: dict[str, int]):
+        self.tokens += tokens
+        self.seconds += seconds
+        for key, value in after.items():
+            self.counters[key] = self.counters.get(key, 0) + value - before[key]
+
+    @property
+    def tps(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        c = self.counters
+        return {
+            "expert_hits": c.get("hits", 0),
+            "expert_late_hits": c.get("late_hits", 0),
+            "expert_loads": c.get("loads", 0),
+            "expert_prefetches": c.get("prefetches", 0),
+            "expert_bytes_read": c.get("bytes_read", 0),
+            "expert_bytes_unused": c.get("bytes_unused", 0),
+            "io_wait_s": c.get("io_wait_ns", 0) / 1e9,
+        }
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """memory_bytes: the budget of the whole process (None: DESIGN.md's default). context: positions a session
+    can hold. prompt_rows: the longest prompt expected. sessions: how many will be open at a time."""
+
+    context: int
+    memory_bytes: int | None = None
+    num_threads: int | None = None
+    prompt_rows: int = 512
+    sessions: int = 1
+    kv_dtype: DType = DType.F16
+    max_out_rows: int = 1
+    max_rows: int | None = None  # overrides the plan's choice; for comparisons
+    loader_threads: int = LOADER_THREADS
+    direct_io: bool = True
+
+
+def _graph_for(checkpoint: Checkpoint, rows: int) -> Graph:
+    routes = max(1, rows) * checkpoint.config.num_experts_per_tok
+    return build_graph(checkpoint, route_capacity=min(ROUTE_CAPACITY, routes))
+
+
+def make_plan(checkpoint: Checkpoint, options: EngineOptions) -> MemoryPlan:
+    """Reads the machine and plans; loads nothing. Raises HeadraceError if it cannot work."""
+    return _plan(checkpoint, options, _expert_source(checkpoint))
+
+
+def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSource) -> MemoryPlan:
+    config = checkpoint.config
+    if not 1 <= options.context <= config.max_position_embeddings:
+        raise HeadraceError(
+            f"context {options.context} does not fit {checkpoint.name}: it was made for "
+            f"1 to {config.max_position_embeddings} positions; give a smaller -c, -n or prompt"
+        )
+    graph = _graph_for(checkpoint, 1)
+    program = _core.Program(compile_graph(graph, 1).data)
+    num_threads = options.num_threads or machine.num_cpus()
+    records = [source.record_bytes(i) for i in range(len(checkpoint.experts))]
+
+    def scratch_bytes(rows: int) -> int:
+        out_rows = min(rows, options.max_out_rows)
+        return plan_buffers(_graph_for(checkpoint, rows), rows, out_rows)[1]
+
+    needs = Needs(
+        trunk_bytes=_core.Weights.resident_bytes(program),
+        state_bytes=options.sessions
+        * _core.SessionState.bytes(program, options.context, int(options.kv_dtype)),
+        overhead_bytes=_core.ExpertMemory.overhead_bytes(source, options.loader_threads),
+        logits_bytes=(4 * options.max_out_rows + LOGITS_BYTES_PER_ENTRY) * config.vocab_size,
+        num_threads=num_threads + options.loader_threads,
+        largest_record_bytes=max(records),
+        smallest_record_bytes=min(records),
+        expert_bytes=source.total_bytes(),
+        scratch_bytes=scratch_bytes,
+    )
+    gc.collect()
+    readings = Readings(
+        rss_bytes=machine.rss_bytes(),
+        peak_rss_bytes=machine.peak_rss_bytes(),
+        available_bytes=machine.available_memory_bytes(),
+        cgroup_headroom_bytes=machine.cgroup_headroom_bytes(),
+    )
+    return plan_memory(
+        needs,
+        readings,
+        budget_bytes=options.memory_bytes,
+        context=options.context,
+        prompt_rows=options.max_rows or min(options.prompt_rows, options.context),
+    )
+
+
+def _expert_source(checkpoint: Checkpoint) -> _core.ExpertSource:
+    return _core.ExpertSource([str(f) for f in checkpoint.files], list(checkpoint.experts))
+
+
+class Engine:
+    """A loaded model. Use as a context manager, or close()."""
+
+    def __init__(self, checkpoint: Checkpoint, options: EngineOptions):
+        self.checkpoint, self.options = checkpoint, options
+        self.config = checkpoint.config
+        source = _expert_source(checkpoint)
+        self.plan = _plan(checkpoint, options, source)
+        self.num_threads = options.num_threads or machine.num_cpus()
+        self.max_rows = self.plan.max_rows
+
+        graph = _graph_for(checkpoint, self.max_rows)
+        self.program: Program = compile_graph(
+            graph, self.max_rows, min(self.max_rows, options.max_out_rows)
+        )
+        self._program = _core.Program(self.program.data)
+        self._weights = load_weights(checkpoint, graph, self._program)
+        self._free_states = [
+            _core.SessionState(self._program, options.context, int(options.kv_dtype))
+            for _ in range(options.sessions)
+        ]
+        smallest_arena = max(source.record_bytes(i) for i in range(len(checkpoint.experts)))
+        self.experts = _core.ExpertMemory(
+            source, smallest_arena, options.loader_threads, options.direct_io
+        )
+        self._executor = _core.Executor(
+            self._program, self._weights, self.experts, self.num_threads
+        )
+        self.logits = np.zeros(
+            (self.program.max_out_rows, self.config.vocab_size), np.float32
+        )
+        self._take_arena(source.total_bytes(), smallest_arena)
+
+    def _take_arena(self, expert_bytes: int, smallest_arena: int) -> None:
+        """Everything else is in memory now: what is left of the budget, less the reserve, is the arena's."""
+        p = self.plan
+        gc.collect()
+        held = machine.rss_bytes() - self.experts.committed_bytes
+        rest = p.budget_bytes - held - p.reserve_bytes - p.logits_bytes - p.threads_bytes
+        rest -= page_table_bytes(p.budget_bytes)
+        self.experts.resize(max(smallest_arena, min(rest, expert_bytes)))
+
+    # ---- what a pass costs
+
+    def counters(self) -> dict[str, int]:
+        return self.experts.counters()
+
+    def guard_budget(self) -> None:
+        """Gives slots back if the process has grown towards the budget since the arena was sized."""
+        over = machine.rss_bytes() + DRIFT_MARGIN_BYTES - self.plan.budget_bytes
+        if over > 0:
+            largest = max(
+                self.experts.source.record_bytes(i) for i in range(len(self.checkpoint.experts))
+            )
+            lower = self.experts.arena_bytes - over - DRIFT_MARGIN_BYTES
+            self.experts.resize(max(largest, lower))
+
+    # ---- sessions
+
+    def session(self) -> Session:
+        if not self._free_states:
+            raise HeadraceError(
+                f"all {self.options.sessions} sessions of this engine are open; "
+                "close one, or load the engine with more sessions"
+            )
+        state = self._free_states.pop()
+        state.rollback(0)
+        return Session(self, state)
+
+    def close(self) -> None:
+        """Stops the threads and frees the memory. Sessions end with it."""
+        self._executor = self._weights = self.experts = None
+        self._free_states = []
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- figures
+
+    def report(self) -> dict[str, object]:
+        """What `run` and `bench` report about the engine."""
+        return {
+            "model": self.checkpoint.name,
+            "budget_bytes": self.plan.budget_bytes,
+            "peak_rss_bytes": machine.peak_rss_bytes(),
+            "slots": self.experts.num_slots,
+            "residency": min(1.0, self.experts.arena_bytes / self.experts.source.total_bytes()),
+            "isa": _core.isa(),
+            "num_threads": self.num_threads,
+            "max_rows": self.max_rows,
+            "context": self.options.context,
+        }
+
+
+class Session:
+    """One conversation: its keys and values. Passes append to it; rollback() shortens it."""
+
+    def __init__(self, engine: Engine, state: _core.SessionState):
+        self.engine, self._state = engine, state
+        self.prefill_figures, self.decode_figures = Figures(), Figures()
+
+    @property
+    def length(self) -> int:
+        """Positions that hold a token."""
+        return self._state.length
+
+    def rollback(self, length: int) -> None:
+        self._state.rollback(length)
+
+    def prefill(self, tokens: list[int]) -> np.ndarray:
+        """Runs a prompt in passes of at most max_rows rows. Returns the last token's logits [vocab_size]."""
+        self._check(tokens)
+        rows = self.engine.max_rows
+        chunks = [tokens[i : i + rows] for i in range(0, len(tokens), rows)]
+        for chunk in chunks[:-1]:
+            self._pass(chunk, [], self.prefill_figures)
+        return self._pass(chunks[-1], [len(chunks[-1]) - 1], self.prefill_figures)[0]
+
+    def step(self, token: int) -> np.ndarray:
+        """One decode step. Returns logits [vocab_size], valid until the next pass."""
+        self._check([token])
+        return self._pass([token], [0], self.decode_figures)[0]
+
+    def verify(self, tokens: list[int]) -> np.ndarray:
+        """One pass with all rows' logits, [len(tokens), vocab_size]; at most max_out_rows tokens."""
+        self._check(tokens)
+        if len(tokens) > self.engine.program.max_out_rows:
+            raise HeadraceError(
+                f"{len(tokens)} rows of logits in one pass, the engine was loaded for "
+                f"{self.engine.program.max_out_rows} (max_out_rows)"
+            )
+        return self._pass(tokens, list(range(len(tokens))), self.decode_figures)
+
+    def close(self) -> None:
+        if self._state is not None:
+            self.engine._free_states.append(self._state)
+            self._state = None
+
+    def _check(self, tokens: list[int]) -> None:
+        vocab, room = self.engine.config.vocab_size, self._state.capacity - self.length
+        if not tokens:
+            raise HeadraceError("an empty prompt: give at least one token")
+        bad = next((t for t in tokens if not 0 <= t < vocab), None)
+        if bad is not None:
+            raise HeadraceError(f"token id {bad} is outside the vocabulary of {vocab}")
+        if len(tokens) > room:
+            raise HeadraceError(
+                f"{len(tokens)} tokens do not fit the context: {self.length} of "
+                f"{self._state.capacity} positions are taken; give a larger -c"
+            )
+
+    def _pass(self, tokens: list[int], out_rows: list[int], figures: Figures) -> np.ndarray:
+        engine = self.engine
+        engine.guard_budget()
+        logits = engine.logits[: len(out_rows)]
+        before, start = engine.counters(), time.perf_counter()
+        engine._executor.run(
+            np.asarray(tokens, np.int32),
+            np.zeros(len(tokens), np.uint32),
+            [self._state],
+            np.asarray(out_rows, np.uint32),
+            logits,
+        )
+        figures.add(len(tokens), time.perf_counter() - start, before, engine.counters())
+        return logits
+
+
+def load_weights(checkpoint: Checkpoint, graph: Graph, program: _core.Program) -> _core.Weights:
+    """Loads the trunk: every weight that the graph names."""
+    weights = _core.Weights(program)
+    files = [str(f) for f in checkpoint.files]
+    for w in graph.weights:
+        if w.role == "table":
+            e = checkpoint.embedding
+            weights.set_table(w.index, files[e.file], e.offset, e.stride_bytes, e.has_crc)
+        elif w.name == INV_FREQ:
+            weights.set_vector(w.index, inverse_frequencies(checkpoint.config))
+        else:
+            t = checkpoint.tensors[w.name]
+            weights.load(
+                w.index,
+                w.name,
+                files[t.file],
+                t.offset,
+                t.nbytes,
+                int(t.dtype),
+                t.layout == "tile16",
+                t.crc32c is not None,
+                t.crc32c or 0,
+            )
+    weights.check_complete()
+    return weights

@@ -1,0 +1,106 @@
+"""HeaderReader: a file's first bytes, read in order with pread, every length checked before it is read."""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headrace.errors import HeadraceError
+
+_BUFFER_BYTES = 1 << 20
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[int, int]]:
+    """(file descriptor, size in bytes) of a regular file, closed at the end of the with block."""
+    try:
+        # A FIFO would block in open, a device has no size.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise HeadraceError(f"{path}: expected a regular file, found something else")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise HeadraceError(f"{path}: no such file") from None
+    except OSError as e:
+        raise HeadraceError(f"{path}: cannot open: {e.strerror}") from None
+    try:
+        yield fd, os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+
+
+def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Fills `buffer` (bytes) from the file at offset; a failed or short read raises HeadraceError."""
+    done = 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(fd, [buffer[done:]], offset + done)
+        except OSError as e:
+            raise HeadraceError(f"{path}: read at offset {offset + done}: {e.strerror}") from None
+        if not count:
+            raise HeadraceError(
+                f"{path}: truncated: expected {len(buffer)} bytes at offset {offset}, found {done}"
+            )
+        done += count
+
+
+def read_at(fd: int, nbytes: int, offset: int, path: Path) -> bytes:
+    """nbytes at offset, as read_into."""
+    data = bytearray(nbytes)
+    read_into(fd, memoryview(data), offset, path)
+    return bytes(data)
+
+
+def read_small(path: Path, limit_bytes: int) -> bytes:
+    """A whole file that must not be larger than limit_bytes."""
+    with opened(path) as (fd, size):
+        if size > limit_bytes:
+            raise HeadraceError(f"{path}: expected at most {limit_bytes} bytes, found {size}")
+        return read_at(fd, size, 0, path)
+
+
+class HeaderReader:
+    """Takes little-endian values one after another; holds one buffer of 1 MiB, whatever the file says."""
+
+    def __init__(self, path: Path, fd: int, size: int):
+        self.path = path
+        self._fd = fd
+        self.size = size
+        self._buffer = b""
+        self._base = 0  # file offset of the buffer
+        self._at = 0  # next byte in the buffer
+
+    @property
+    def offset(self) -> int:
+        return self._base + self._at
+
+    @property
+    def remaining(self) -> int:
+        return self.size - self.offset
+
+    def take(self, nbytes: int, what: str) -> bytes:
+        at, end = self._at, self._at + nbytes
+        if end > len(self._buffer):
+            if nbytes > self.remaining:
+                raise HeadraceError(
+                    f"{self.path}: truncated: {what} at offset {self.offset} needs {nbytes} bytes, "
+                    f"the file ends after {self.remaining}"
+                )
+            self._base += at
+            count = min(max(nbytes, _BUFFER_BYTES), self.size - self._base)
+            self._buffer = read_at(self._fd, count, self._base, self.path)
+            at, end = 0, nbytes
+        self._at = end
+        return self._buffer[at:end]
+
+    def u32(self, what: str) -> int:
+        return int.from_bytes(self.take(4, what), "little")
+
+    def u64(self, what: str) -> int:
+        return int.from_bytes(self.take(8, what), "little")
+
+    def unpack(self, fmt: struct.Struct, what: str) -> object:
+        return fmt.unpack(self.take(fmt.size, what))[0]

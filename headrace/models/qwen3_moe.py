@@ -1,0 +1,11 @@
+"""Qwen3-MoE: q and k are normed per head; routing weights are renormalised (`norm_topk_prob`)."""
+
+from __future__ import annotations
+
+from headrace.formats.checkpoint import Checkpoint
+from headrace.graph import Graph
+from headrace.models.blocks import DecoderBuilder, decoder_graph
+
+
+def build(checkpoint: Checkpoint, **options: int) -> Graph:
+    return decoder_graph(DecoderBuilder(checkpoint, **options), qk_norm="head")

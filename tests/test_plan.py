@@ -1,0 +1,95 @@
+"""The memory plan as arithmetic: nothing over the budget, the named smallest works, larger is never worse."""
+
+import pytest
+
+from headrace.errors import HeadraceError
+from headrace.experts.plan import MIB, NAMED_SLACK_BYTES, Needs, Readings, plan_memory
+
+GIB = 1 << 30
+NEEDS = Needs(
+    trunk_bytes=300 * MIB,
+    state_bytes=64 * MIB,
+    overhead_bytes=3 * MIB,
+    logits_bytes=2 * MIB,
+    num_threads=4,
+    largest_record_bytes=3 * MIB + 4096,
+    smallest_record_bytes=3 * MIB,
+    expert_bytes=1024 * (3 * MIB + 4096),
+    scratch_bytes=lambda rows: rows * 60_000 + 10_000,
+)
+READINGS = Readings(60 * MIB, 70 * MIB, 16 * GIB)
+
+
+def plan(budget_bytes, readings=READINGS, needs=NEEDS, prompt_rows=512):
+    return plan_memory(
+        needs, readings, budget_bytes=budget_bytes, context=512, prompt_rows=prompt_rows
+    )
+
+
+def parts(p):
+    return (
+        p.process_bytes
+        + p.trunk_bytes
+        + p.state_bytes
+        + p.scratch_bytes
+        + p.overhead_bytes
+        + p.logits_bytes
+        + p.threads_bytes
+        + p.page_table_bytes
+        + p.reserve_bytes
+        + p.arena_bytes
+    )
+
+
+@pytest.mark.parametrize("budget", [512 * MIB, 600 * MIB + 1, GIB, 2 * GIB, 3 * GIB, 4 * GIB])
+def test_parts_stay_within_the_budget(budget):
+    p = plan(budget)
+    assert parts(p) <= budget
+    assert p.arena_bytes >= NEEDS.largest_record_bytes
+
+
+def test_parts_fill_the_budget_until_everything_is_resident():
+    p = plan(2 * GIB)
+    assert parts(p) > 2 * GIB - MIB
+    assert plan(8 * GIB).arena_bytes == NEEDS.expert_bytes
+
+
+def test_named_smallest_works_even_if_the_process_has_grown_a_little():
+    with pytest.raises(HeadraceError) as error:
+        plan(100 * MIB)
+    named = int(str(error.value).split("--memory ")[1].split("MiB")[0]) * MIB
+    grown = Readings(READINGS.rss_bytes + NAMED_SLACK_BYTES - MIB, 70 * MIB, 16 * GIB)
+    for readings in (READINGS, grown):
+        p = plan(named, readings)
+        assert parts(p) <= named and p.minimum_bytes >= named
+    with pytest.raises(HeadraceError, match="too small"):
+        plan(named - NAMED_SLACK_BYTES - MIB)
+
+
+def test_a_peak_that_already_happened_counts():
+    with pytest.raises(HeadraceError, match="too small"):
+        plan(600 * MIB, Readings(60 * MIB, 601 * MIB, 16 * GIB))
+
+
+def test_larger_budgets_never_give_smaller_arenas_or_shorter_passes():
+    plans = [plan(b * MIB) for b in range(480, 4000, 37)]
+    for a, b in zip(plans, plans[1:], strict=False):
+        assert b.max_rows >= a.max_rows
+        # A longer pass may take from the arena, never more than the share that scratch may have.
+        assert b.arena_bytes >= a.arena_bytes * 0.85
+
+
+def test_default_budget_is_the_least_of_need_memory_and_cgroup():
+    assert plan(None).budget_bytes == plan(None).resident_bytes
+    tight = Readings(60 * MIB, 70 * MIB, GIB)
+    assert plan(None, tight).budget_bytes == 60 * MIB + GIB * 85 // 100
+    caged = Readings(60 * MIB, 70 * MIB, 16 * GIB, 700 * MIB)
+    assert plan(None, caged).budget_bytes == 760 * MIB
+    with pytest.raises(HeadraceError, match="memory cgroup"):
+        plan(None, Readings(60 * MIB, 70 * MIB, 16 * GIB, 100 * MIB))
+
+
+def test_passes_are_no_longer_than_the_prompt():
+    assert plan(4 * GIB, prompt_rows=40).max_rows == 40
+    assert plan(4 * GIB, prompt_rows=1).max_rows == 1
+    assert plan(4 * GIB, prompt_rows=100_000).max_rows == 512
