@@ -55,9 +55,7 @@ def test_distribution_is_the_reference(kind, size):
                 found = distribution(Sampler(temperature, top_p, top_k, seed=0), logits)
                 assert found.keys() == expected.keys()
                 ids = list(expected)
-                np.testing.assert_allclose(
-                    [found[i] for i in ids], [expected[i] for i in ids], rtol=1e-9, atol=1e-12
-                )
+                np.testing.assert_allclose([found[i] for i in ids], [expected[i] for i in ids], rtol=1e-9, atol=1e-12)
 
 
 def test_large_vocabularies_take_the_reference_tokens():

@@ -27,9 +27,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        raise HeadraceError(
-            f"{path}: no such file; give a GGUF file, a Hugging Face directory or a store"
-        ) from None
+        raise HeadraceError(f"{path}: no such file; give a GGUF file, a Hugging Face directory or a store") from None
     except (OSError, ValueError) as e:
         raise HeadraceError(f"{path}: cannot open: {getattr(e, 'strerror', e)}") from None
     if stat.S_ISDIR(mode):
@@ -38,8 +36,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         magic = read_at(fd, min(4, size), 0, path)
     if magic != MAGIC and path.name.endswith((".safetensors", ".bin", ".json")):
         raise HeadraceError(
-            f"{path}: one file of a checkpoint does not say what model it is; "
-            f"give its directory, {path.parent}"
+            f"{path}: one file of a checkpoint does not say what model it is; give its directory, {path.parent}"
         )
     return read_gguf(path)
 

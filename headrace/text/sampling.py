@@ -148,9 +148,7 @@ def largest(logits: np.ndarray, k: int) -> np.ndarray:
     return ids[np.argsort(-logits[ids], kind="stable")]
 
 
-def _nucleus(
-    logits: np.ndarray, weights: np.ndarray, top_p: float
-) -> tuple[np.ndarray, np.ndarray]:
+def _nucleus(logits: np.ndarray, weights: np.ndarray, top_p: float) -> tuple[np.ndarray, np.ndarray]:
     """The fewest largest weights whose sum reaches top_p of all: positions and running sum."""
     target = top_p * np.cumsum(weights)[-1]
     k = 64

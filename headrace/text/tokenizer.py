@@ -177,8 +177,7 @@ def load_tokenizer(source: TokenizerSource, config: ModelConfig) -> Tokenizer | 
     around = backend.encode("").ids
     if any(token_id >= config.vocab_size for token_id in around):
         raise HeadraceError(
-            f"{where}: adds tokens {around} to every text, but the embedding table has "
-            f"{config.vocab_size} rows"
+            f"{where}: adds tokens {around} to every text, but the embedding table has {config.vocab_size} rows"
         )
 
     def token_id(token: object) -> int | None:
@@ -186,9 +185,7 @@ def load_tokenizer(source: TokenizerSource, config: ModelConfig) -> Tokenizer | 
 
     bos_id = token_id(bos_token)
     if bos_id is not None and not 0 <= bos_id < config.vocab_size:
-        raise HeadraceError(
-            f"config: bos_token_id {bos_id} is outside the vocabulary of {config.vocab_size}"
-        )
+        raise HeadraceError(f"config: bos_token_id {bos_id} is outside the vocabulary of {config.vocab_size}")
     eos_ids = [i for token in eos_tokens if (i := token_id(token)) is not None]
     added = backend.get_added_tokens_decoder()
     eos_ids += [i for i, token in added.items() if token.special and token.content in _END_TOKENS]
@@ -203,9 +200,7 @@ def tokenizer_json_from_gguf(metadata: dict[str, object]) -> str:
     """
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
-        raise HeadraceError(
-            f"tokenizer.ggml.model: {model!r} is not supported; supported: 'gpt2' (byte-level BPE)"
-        )
+        raise HeadraceError(f"tokenizer.ggml.model: {model!r} is not supported; supported: 'gpt2' (byte-level BPE)")
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in _PRE_TOKENIZERS:
         supported = ", ".join(map(repr, _PRE_TOKENIZERS))
@@ -273,9 +268,7 @@ def _checked_merges(merges: Sequence[str]) -> Iterator[str | list[str]]:
     for rank, merge in enumerate(merges):
         pair = merge.split(" ")
         if len(pair) != 2 or not all(pair):
-            raise HeadraceError(
-                f"tokenizer.ggml.merges: entry {rank} is {merge!r}; expected two tokens and a space"
-            )
+            raise HeadraceError(f"tokenizer.ggml.merges: entry {rank} is {merge!r}; expected two tokens and a space")
         yield pair if in_pairs else merge
 
 
@@ -293,14 +286,10 @@ def _token_types(metadata: dict[str, object], num_tokens: int) -> Sequence[int]:
         return [_NORMAL] * num_tokens
     if not isinstance(types, list) or len(types) != num_tokens:
         found = len(types) if isinstance(types, list) else type(types).__name__
-        raise HeadraceError(
-            f"tokenizer.ggml.token_type: expected {num_tokens} types, found {found}"
-        )
+        raise HeadraceError(f"tokenizer.ggml.token_type: expected {num_tokens} types, found {found}")
     for token_id, kind in enumerate(types):
         if kind not in range(_NORMAL, _BYTE + 1):
-            raise HeadraceError(
-                f"tokenizer.ggml.token_type: token {token_id} has type {kind!r}; expected 1 to 6"
-            )
+            raise HeadraceError(f"tokenizer.ggml.token_type: token {token_id} has type {kind!r}; expected 1 to 6")
     return types
 
 
@@ -311,9 +300,7 @@ def _check_unique(tokens: Sequence[str], types: Sequence[int]) -> None:
     first: dict[str, int] = {}
     for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind != _UNUSED and first.setdefault(token, token_id) != token_id:
-            raise HeadraceError(
-                f"tokenizer.ggml.tokens: tokens {first[token]} and {token_id} are both {token!r}"
-            )
+            raise HeadraceError(f"tokenizer.ggml.tokens: tokens {first[token]} and {token_id} are both {token!r}")
 
 
 def _id(metadata: dict[str, object], name: str) -> int | None:
@@ -345,9 +332,7 @@ def _post_processor(metadata: dict[str, object], tokens: Sequence[str]) -> dict[
             continue
         token_id = _id(metadata, name)
         if token_id is None:
-            raise HeadraceError(
-                f"tokenizer.ggml.{flag} is set, but tokenizer.ggml.{name} is missing"
-            )
+            raise HeadraceError(f"tokenizer.ggml.{flag} is set, but tokenizer.ggml.{name} is missing")
         token = tokens[token_id]
         special_tokens[token] = {"id": token, "ids": [token_id], "tokens": [token]}
         entry = {"SpecialToken": {"id": token, "type_id": 0}}
@@ -367,9 +352,7 @@ def _read(path: Path) -> str:
     try:
         size_bytes = path.stat().st_size
         if size_bytes > _MAX_JSON_BYTES:
-            raise HeadraceError(
-                f"{path}: {size_bytes} bytes; a tokenizer.json has at most {_MAX_JSON_BYTES}"
-            )
+            raise HeadraceError(f"{path}: {size_bytes} bytes; a tokenizer.json has at most {_MAX_JSON_BYTES}")
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise HeadraceError(f"{path}: {error.strerror}") from None
@@ -411,8 +394,7 @@ def _parse(text: str, where: str) -> tokenizers.Tokenizer:
         if not isinstance(part, expected):
             found = "nothing" if part is None else type(part).__name__
             raise HeadraceError(
-                f"{where}: only byte-level BPE is supported; expected {expected.__name__}, "
-                f"found {found}"
+                f"{where}: only byte-level BPE is supported; expected {expected.__name__}, found {found}"
             )
     # Settings for training; here they would cut, pad or blur a prompt.
     backend.no_truncation()
