@@ -132,7 +132,8 @@ def _read_header(path: Path) -> _Header:
             most = min(most, r.remaining // least)
             if count > most:
                 raise HeadraceError(
-                    f"{path}: {what} count in the header: expected at most {most} for this file, found {count}"
+                    f"{path}: {what} count in the header: expected at most {most} in a file of {size} "
+                    f"bytes, found {count}; truncated or damaged"
                 )
 
         metadata: dict[str, Any] = {}
@@ -210,7 +211,8 @@ def _value(r: HeaderReader, key: str) -> Any:
     most = min(r.remaining, MAX_HEADER_BYTES) // item_bytes
     if n > most:
         raise HeadraceError(
-            f"{r.path}: {key} at offset {at}: expected an array of at most {most} values for this file, found {n}"
+            f"{r.path}: {key} at offset {at}: expected an array of at most {most} values in a file of "
+            f"{r.size} bytes, found {n}; truncated or damaged"
         )
     if item == _STRING:
         strings = []
