@@ -1,5 +1,5 @@
-"""Hostile, truncated and mistaken files: always one line that names the file, never another exception,
-never memory or time without bound."""
+"""Hostile, truncated and mistaken files: always one line that names the file, never another
+exception, never memory or time without bound."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ ARCH = key("general.architecture", 8, string("olmoe"))
         (header(version=4), "GGUF version 4 is not supported"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
         (header([ARCH], num_tensors=2**63), "tensor count .* found 9223372036854775808"),
-        (header([ARCH], num_tensors=1), "tensor count .* at most 1|tensor count .* at most 0|trunc"),
+        (header([ARCH], num_tensors=1), "tensor count .* at most"),
         (header([ARCH], num_keys=2**64 - 1), "key count"),
         (header([ARCH], num_keys=2), "truncated: key"),
         (header([ARCH, ARCH]), "key 'general.architecture' at offset 69 occurs twice"),
@@ -107,18 +107,18 @@ ARCH = key("general.architecture", 8, string("olmoe"))
         (header([ARCH, key("general.alignment", 4, struct.pack("<I", 3))]), "a power of two"),
         (header([ARCH, key("general.alignment", 4, bytes(4))]), "general.alignment: expected"),
         (header([ARCH, key("general.alignment", 8, string("32"))]), "general.alignment: expected"),
-        (header([ARCH], [tensor("t", [])]) + bytes(32), "'t' at offset .*: expected 1 to 4 dim"),
+        (header([ARCH], [tensor("t", [])]) + bytes(32), "'t' at offset .*: expected 1 to 4"),
         (header([ARCH], [tensor("t", [1] * 5)]), "'t' at offset .*: expected 1 to 4 dimensions"),
-        (header([ARCH], [tensor("t", [1], n_dims=2**31)]), "'t' at offset .*: expected 1 to 4 dim"),
+        (header([ARCH], [tensor("t", [1], n_dims=2**31)]), "'t' at offset .*: expected 1 to 4"),
         (header([ARCH], [tensor("t", [0, 4])]), "expected dimensions from 1"),
         (header([ARCH], [tensor("t", [2**63, 2**63])]), "expected dimensions from 1"),
         (header([ARCH], [tensor("t", [2**31 - 1] * 4)]), "tensor 't': truncated"),
         (header([ARCH], [tensor("t", [2], offset=2**64 - 32)]), "tensor 't': truncated"),
         (header([ARCH], [tensor("t", [2], offset=1)]) + bytes(99), "a multiple of 32, found 1"),
-        (header([ARCH], [tensor("t", [32], 12)]) + bytes(999), "Q4_K is not supported; supported: F"),
+        (header([ARCH], [tensor("t", [32], 12)]) + bytes(999), "Q4_K is not supported; supp"),
         (header([ARCH], [tensor("t", [32], 77)]) + bytes(999), "type 77 is not supported"),
         (header([ARCH], [tensor("t", [33], 2)]) + bytes(999), "multiple of 32 values for Q4_0"),
-        (header([ARCH], [tensor("t", [2]), tensor("t", [2])]) + bytes(99), "'t' at offset .* twice"),
+        (header([ARCH], [tensor("t", [2]), tensor("t", [2])]) + bytes(99), "'t' at .* twice"),
         (header([ARCH], [tensor("t", [9]), tensor("u", [2])]) + bytes(99), "overlaps another"),
         (header([ARCH]), "embedding_length is missing"),
         (header(num_tensors=10**6) + bytes(40 << 10), "tensor count"),
@@ -257,7 +257,9 @@ def test_quantized_vectors_are_refused(tmp_path):
 def test_unsupported_types_are_named_with_their_tensor(tmp_path):
     path = tmp_path / "m.gguf"
     write_gguf(path, TINY, random_weights(TINY), overrides={"ffn_up": "Q5_0"})
-    fails(path, "'blk.0.ffn_up_exps.weight': Q5_0 is not supported; supported: F32, F16, Q4_0, Q8_0")
+    fails(
+        path, "'blk.0.ffn_up_exps.weight': Q5_0 is not supported; supported: F32, F16, Q4_0, Q8_0"
+    )
 
 
 def test_a_header_without_bound_is_refused(tmp_path):
@@ -304,10 +306,10 @@ def test_parts_that_do_not_belong_together(split):
     third = split.with_name(split.name.replace("00001-of", "00003-of"))
     data = second.read_bytes()
     second.write_bytes(third.read_bytes())
-    with pytest.raises(HeadraceError, match="expected split.no, split.count"):
+    with pytest.raises(HeadraceError, match=r"expected split\.no, split\.count"):
         open_checkpoint(split)
     second.write_bytes(data[:100])
-    with pytest.raises(HeadraceError, match=f"{second.name}: .*truncated"):
+    with pytest.raises(HeadraceError, match=rf"{second.name}: .*truncated"):
         open_checkpoint(split)
 
 
@@ -451,7 +453,7 @@ def test_missing_and_misshapen_hf_tensors(tmp_path, fused):
         with pytest.raises(HeadraceError, match=f"'{name}': expected shape"):
             open_checkpoint(tmp_path)
     write_safetensors(path, {**tensors, "model.layers.0.self_attn.q_proj.bias": np.ones(4)}, "F32")
-    with pytest.raises(HeadraceError, match="q_proj.bias': this tensor has no place"):
+    with pytest.raises(HeadraceError, match=r"q_proj\.bias': this tensor has no place"):
         open_checkpoint(tmp_path)
 
 
@@ -465,7 +467,9 @@ def test_experts_of_different_types(tmp_path):
     weight_map = dict.fromkeys(tensors, "a.safetensors") | dict.fromkeys(odd, "b.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(HeadraceError, match="expected F32 like the layer's other experts, found BF"):
+    with pytest.raises(
+        HeadraceError, match="expected F32 like the layer's other experts, found BF"
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -517,7 +521,8 @@ def peak_kib() -> int:
 
 
 def mutated(data: bytes, end: int, rng: np.random.Generator) -> bytes:
-    """Random damage to the first `end` bytes: flips, overwrites with extreme numbers, cuts, insertions."""
+    """Random damage to the first `end` bytes: flips, overwrites with extreme numbers, cuts,
+    insertions."""
     out = bytearray(data)
     for _ in range(rng.integers(1, 4)):
         at = int(rng.integers(0, end))
