@@ -84,7 +84,7 @@ ARCH = key("general.architecture", 8, string("olmoe"))
         (header(version=4), "GGUF version 4 is not supported"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
         (header([ARCH], num_tensors=2**63), "tensor count .* found 9223372036854775808"),
-        (header([ARCH], num_tensors=1), "tensor count .* at most"),
+        (header([ARCH], num_tensors=1), "truncated: tensor name at offset 69"),
         (header([ARCH], num_keys=2**64 - 1), "key count"),
         (header([ARCH], num_keys=2), "truncated: key"),
         (header([ARCH, ARCH]), "key 'general.architecture' at offset 69 occurs twice"),
