@@ -1,9 +1,10 @@
-"""Writes a random MoE checkpoint of a real model's shape as GGUF, for speed and memory measurements.
+"""Writes a random MoE checkpoint of a real model's shape as GGUF, for speed and memory
+measurements.
 
     python benchmarks/synth.py {olmoe,qwen3,small} OUT.gguf [--dtype Q4_0] [--layers N] [--seed S]
 
-Needs the `gguf` package. Tensors are written in pieces, so memory stays under 200 MB at any size. There
-is no vocabulary: such a checkpoint takes token ids.
+Needs the `gguf` package. Tensors are written in pieces, so memory stays under 200 MB at any size.
+There is no vocabulary: such a checkpoint takes token ids.
 """
 
 from __future__ import annotations

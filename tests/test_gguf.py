@@ -1,4 +1,5 @@
-"""The GGUF reader against the gguf package: same values, whatever the types, the fusing and the splitting."""
+"""The GGUF reader against the gguf package: same values, whatever the types, the fusing and the
+splitting."""
 
 from __future__ import annotations
 
@@ -180,7 +181,7 @@ def test_neutral_settings_are_accepted(tmp_path):
 def test_tokenizer_metadata(tmp_path, spec):
     path = write_gguf(tmp_path / "m.gguf", spec, random_weights(spec), vocabulary=True, chat_template="{{ x }}")
     checkpoint = open_checkpoint(path)
-    tokens, merges, special = tiny_vocabulary()
+    tokens, merges, _ = tiny_vocabulary()
     source = checkpoint.tokenizer.gguf
     assert source["tokenizer.ggml.tokens"][: len(tokens)] == tokens
     assert len(source["tokenizer.ggml.tokens"]) == spec.vocab_size

@@ -1,4 +1,5 @@
-"""The Hugging Face reader against the safetensors package: same bytes; and the same model as the GGUF."""
+"""The Hugging Face reader against the safetensors package: same bytes; and the same model as the
+GGUF."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Packing, reading and verifying a store: byte-exact layout, atomic writing, bounded memory, and damage
-found wherever it is."""
+"""Packing, reading and verifying a store: byte-exact layout, atomic writing, bounded memory, and
+damage found wherever it is."""
 
 from __future__ import annotations
 
@@ -289,7 +289,9 @@ def test_a_full_disk_leaves_nothing(tmp_path, source, monkeypatch, call):
 def test_short_writes_are_continued(tmp_path, source, monkeypatch):
     checkpoint = open_checkpoint(source)
     real = os.write
-    monkeypatch.setattr(pack_module.os, "write", lambda fd, data: real(fd, data[: len(data) // 2 + 1]))
+    monkeypatch.setattr(
+        pack_module.os, "write", lambda fd, data: real(fd, data[: len(data) // 2 + 1])
+    )
     pack_store(checkpoint, tmp_path / "s", silent)
     monkeypatch.undo()
     assert verify_store(tmp_path / "s", silent).problems == []
@@ -319,7 +321,7 @@ def test_a_source_that_breaks_leaves_nothing(tmp_path):
     path = small_gguf(tmp_path / "m.gguf")
     checkpoint = open_checkpoint(path)
     os.truncate(path, path.stat().st_size - 5000)
-    with pytest.raises(HeadraceError, match="m.gguf: truncated"):
+    with pytest.raises(HeadraceError, match=r"m\.gguf: truncated"):
         pack_store(checkpoint, tmp_path / "s", silent)
     path.unlink()
     with pytest.raises(HeadraceError, match="no such file"):
@@ -346,7 +348,7 @@ def test_a_flipped_byte_of_the_manifest_is_found_at_load(store):
         damaged = bytearray(data)
         damaged[at] ^= 1 << at % 8
         path.write_bytes(damaged)
-        with pytest.raises(HeadraceError, match="manifest.json") as e:
+        with pytest.raises(HeadraceError, match=r"manifest\.json") as e:
             open_checkpoint(store)
         assert "\n" not in str(e.value)
 
@@ -356,10 +358,10 @@ def test_a_cut_manifest_is_found(store):
     data = path.read_bytes()
     for n in (0, 1, 10, 30, len(data) // 2, len(data) - 2, len(data) - 1):
         path.write_bytes(data[:n])
-        with pytest.raises(HeadraceError, match="manifest.json"):
+        with pytest.raises(HeadraceError, match=r"manifest\.json"):
             open_checkpoint(store)
     path.write_bytes(data + b" ")
-    with pytest.raises(HeadraceError, match="manifest.json"):
+    with pytest.raises(HeadraceError, match=r"manifest\.json"):
         open_checkpoint(store)
 
 
@@ -367,7 +369,7 @@ def test_a_flipped_byte_of_the_tokenizer_is_found_at_load(store):
     path = store / "tokenizer.json"
     for at in range(0, path.stat().st_size, 211):
         flip(path, at)
-        with pytest.raises(HeadraceError, match="tokenizer.json: damaged"):
+        with pytest.raises(HeadraceError, match=r"tokenizer\.json: damaged"):
             open_checkpoint(store)
         flip(path, at)
     open_checkpoint(store)
@@ -407,6 +409,12 @@ def test_verify_names_what_a_flipped_byte_hit(store):
             expert, offset = at // size, layer["offset"] + at // size * size
             problem = problem_after_flip(store, "experts.bin", layer["offset"] + at)
             assert f"layer {index}, expert {expert} at offset {offset}:" in problem
+
+
+def test_verify_of_something_else(tmp_path, source):
+    for path in (tmp_path, source, tmp_path / "none"):
+        with pytest.raises(HeadraceError, match=r"not a store: expected manifest\.json"):
+            verify_store(path, silent)
 
 
 def test_verify_reads_everything_once_and_reports_all_damage(store):

@@ -1,4 +1,5 @@
-"""The float32 values that a Checkpoint points at, read with NumPy and decoded by the gguf package."""
+"""The float32 values that a Checkpoint points at, read with NumPy and decoded by the gguf
+package."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def _read(checkpoint: Checkpoint, file: int, offset: int, nbytes: int) -> np.nda
 
 
 def assert_values(checkpoint: Checkpoint, weights: dict[str, np.ndarray]) -> None:
-    """Every tensor of the checkpoint decodes to exactly `weights` (tests/checkpoints.py's names)."""
+    """Every tensor of the checkpoint decodes to exactly `weights` (tests/checkpoints.py's
+    names)."""
     expected = dict(weights)
     np.testing.assert_array_equal(embedding_values(checkpoint), expected["token_embd.weight"])
     if checkpoint.config.tie_word_embeddings:

@@ -1,4 +1,5 @@
-"""HeaderReader: a file's first bytes, read in order with pread, every length checked before it is read."""
+"""HeaderReader: a file's first bytes, read in order with pread, every length checked before it is
+read."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def opened(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fills `buffer` (bytes) from the file at offset; a failed or short read raises HeadraceError."""
+    """Fills `buffer` (bytes) from the file at offset; a failed or short read raises
+    HeadraceError."""
     done = 0
     while done < len(buffer):
         try:
@@ -61,7 +63,8 @@ def read_small(path: Path, limit_bytes: int) -> bytes:
 
 
 class HeaderReader:
-    """Takes little-endian values one after another; holds one buffer of 1 MiB, whatever the file says."""
+    """Takes little-endian values one after another; holds one buffer of 1 MiB, whatever the file
+    says."""
 
     def __init__(self, path: Path, fd: int, size: int):
         self.path = path

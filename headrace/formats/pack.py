@@ -1,7 +1,7 @@
 """Packs a checkpoint into a store. Weights keep the quantized values they had: only bits move.
 
-Memory stays bounded whatever the checkpoint's size: two buffers of CHUNK_BYTES (or of 16 rows, if those are
-larger) besides the checkpoint's description and its tokenizer.
+Memory stays bounded whatever the checkpoint's size: two buffers of CHUNK_BYTES (or of 16 rows, if
+those are larger) besides the checkpoint's description and its tokenizer.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _SYNC_BYTES = 256 << 20
 def pack_store(checkpoint: Checkpoint, destination: Path, progress: Progress) -> int:
     """Writes a store at `destination`, which must not exist yet, and returns its size in bytes.
 
-    It is written beside `destination` under another name and renamed at the end: an interrupted or failed
-    pack leaves nothing behind. Raises HeadraceError, also where the disk is or becomes full.
+    It is written beside `destination` under another name and renamed at the end: an interrupted or
+    failed pack leaves nothing behind. Raises HeadraceError, also where the disk is or becomes full.
     """
     destination = Path(destination)
     if checkpoint.kind == "store":
@@ -168,7 +168,8 @@ class _Source:
         self._stack.close()
 
     def rows(self, file: int, offset: int, row_bytes: int, count: int) -> Iterator[np.ndarray]:
-        """Consecutive rows [n, row_bytes], n a multiple of 16 but at the end; valid until the next."""
+        """Consecutive rows [n, row_bytes], n a multiple of 16 but at the end; valid until the
+        next."""
         step = max(TILE_ROWS, CHUNK_BYTES // row_bytes // TILE_ROWS * TILE_ROWS)
         if step * row_bytes > len(self._rows):
             self._rows = np.empty(step * row_bytes, np.uint8)
@@ -176,7 +177,7 @@ class _Source:
             n = min(step, count - begin)
             piece = self._rows[: n * row_bytes]
             at = offset + begin * row_bytes
-            read_into(self._fds[file], memoryview(piece), at, self.checkpoint.files[file])
+            read_into(self._fds[file], piece.data, at, self.checkpoint.files[file])
             yield piece.reshape(n, row_bytes)
 
     def tiles(self, file: int, offset: int, dtype: DType, rows: int, cols: int) -> Iterator[np.ndarray]:
@@ -242,7 +243,8 @@ class _Output:
             return function(*args)
         except OSError as e:
             raise HeadraceError(
-                f"{self.path.name}: write at offset {self.offset}: {e.strerror}; the store was not made"
+                f"{self.path.name}: write at offset {self.offset}: {e.strerror}; the store was not "
+                "made"
             ) from None
 
 
@@ -311,7 +313,8 @@ def _write_layer(source: _Source, layer: LayerExperts, out: _Output) -> dict[str
 
 
 def _tokenizer_files(checkpoint: Checkpoint) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """(name, content in pieces). A GGUF's vocabulary becomes the tokenizer.json that it loads through."""
+    """(name, content in pieces). A GGUF's vocabulary becomes the tokenizer.json that it loads
+    through."""
     tokenizer = checkpoint.tokenizer
     if tokenizer.gguf is not None:
         text = tokenizer_json_from_gguf(tokenizer.gguf).encode()

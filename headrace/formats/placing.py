@@ -1,5 +1,6 @@
-"""From the tensors that a file holds to those that a Checkpoint names: shapes checked, fused tensors cut,
-experts located. GGUF and Hugging Face directories meet here, both under GGUF's names."""
+"""From the tensors that a file holds to those that a Checkpoint names: shapes checked, fused
+tensors cut, experts located. GGUF and Hugging Face directories meet here, both under GGUF's
+names."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class FileTensor:
         """Rows [begin, begin + count) of all but the last dimension."""
         size = self.dtype.row_bytes(self.shape[-1])
         shape = (count, self.shape[-1])
-        return FileTensor(self.title, self.dtype, shape, self.file, self.offset + begin * size, count * size)
+        return FileTensor(
+            self.title, self.dtype, shape, self.file, self.offset + begin * size, count * size
+        )
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Placed:
 
 
 def trunk_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of every tensor of the trunk. With tied embeddings output.weight is among them too."""
+    """(name, shape) of every tensor of the trunk. With tied embeddings output.weight is among them
+    too."""
     c = config
     q_rows, kv_rows = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     # OLMoE normalizes the whole projected vector, Qwen3 each head.
@@ -63,7 +67,8 @@ def place(config: ModelConfig, tensors: dict[str, FileTensor], where: str) -> Pl
     """tensors: by GGUF's canonical names, q, k, v apart or fused (`attn_qkv`), experts stacked
     (`ffn_gate_exps`), fused (`ffn_gate_up_exps`) or one by one (`ffn_gate.E`).
 
-    Raises HeadraceError for a tensor that is missing, of another shape than the config says, or unknown.
+    Raises HeadraceError for a tensor that is missing, of another shape than the config says, or
+    unknown.
     """
     shelf = _Shelf(tensors, where)
     embedding = shelf.take("token_embd.weight", (config.vocab_size, config.hidden_size))
@@ -77,12 +82,15 @@ def place(config: ModelConfig, tensors: dict[str, FileTensor], where: str) -> Pl
         if len(shape) == 1 and t.dtype.is_quantized:
             raise HeadraceError(f"{t.title}: expected F32, F16 or BF16, found {t.dtype.name}")
         trunk[name] = TensorInfo(name, t.dtype, t.shape, t.file, t.offset, t.nbytes)
-    experts = tuple(_layer_experts(config, shelf, f"blk.{layer}.") for layer in range(config.num_hidden_layers))
+    experts = tuple(
+        _layer_experts(config, shelf, f"blk.{layer}.") for layer in range(config.num_hidden_layers)
+    )
     shelf.refuse_rest()
 
     table = EmbeddingTable(
         embedding.dtype,
-        *embedding.shape,
+        rows=config.vocab_size,
+        cols=config.hidden_size,
         file=embedding.file,
         offset=embedding.offset,
         stride_bytes=embedding.dtype.row_bytes(config.hidden_size),
@@ -140,7 +148,8 @@ def _part(shelf: _Shelf, stem: str, n: int, rows: int, cols: int) -> _Part:
     for t in each:
         if t.dtype != each[0].dtype:
             raise HeadraceError(
-                f"{t.title}: expected {each[0].dtype.name} like the layer's other experts, found {t.dtype.name}"
+                f"{t.title}: expected {each[0].dtype.name} like the layer's other experts, found "
+                f"{t.dtype.name}"
             )
     return _Part(
         each[0].dtype,
@@ -175,11 +184,13 @@ class _Shelf:
         t = self.tensors.pop(name, None)
         if t is None:
             raise HeadraceError(
-                f"{self.where}: tensor {name} is missing: expected shape {list(shape)}; "
-                "the file is incomplete or of another architecture"
+                f"{self.where}: tensor {name} is missing: expected shape {list(shape)}; the file "
+                "is incomplete or of another architecture"
             )
         if t.shape != shape:
-            raise HeadraceError(f"{t.title}: expected shape {list(shape)} from the config, found {list(t.shape)}")
+            raise HeadraceError(
+                f"{t.title}: expected shape {list(shape)} from the config, found {list(t.shape)}"
+            )
         return t
 
     def refuse_rest(self) -> None:
@@ -187,6 +198,6 @@ class _Shelf:
         for t in self.tensors.values():
             count = len(self.tensors)
             raise HeadraceError(
-                f"{t.title}: this tensor has no place in the model ({count} such); it would be ignored, "
-                "so the checkpoint is refused"
+                f"{t.title}: this tensor has no place in the model ({count} such); it would be "
+                "ignored, so the checkpoint is refused"
             )

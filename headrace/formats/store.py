@@ -1,7 +1,8 @@
-"""The expert store: a directory that `headrace pack` writes, described byte by byte in docs/format.md.
+"""The expert store: a directory that `headrace pack` writes, described byte by byte in
+docs/format.md.
 
-manifest.json says what lies where, with checksums; trunk.bin holds everything but routed experts, embed.bin
-the rows of the embedding table, experts.bin one record an expert.
+manifest.json says what lies where, with checksums; trunk.bin holds everything but routed experts,
+embed.bin the rows of the embedding table, experts.bin one record an expert.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ CRC_BYTES = 4
 CHUNK_BYTES = 8 << 20
 
 MAX_MANIFEST_BYTES = 64 << 20
-# The checksum covers the bytes of the inner object; the outer bytes are fixed, so no byte is uncovered.
+# The checksum covers the bytes of the inner object; the outer bytes are fixed, so no byte is
+# uncovered.
 _WRAPPED = re.compile(rb'\{"crc32c": "([0-9a-f]{8})", "manifest": (\{.*\})\}\n', re.DOTALL)
 
 Part = tuple[DType, int, int]  # dtype, rows, cols
@@ -74,8 +76,9 @@ def wrap_manifest(body: dict[str, Any]) -> bytes:
 def read_store(path: Path) -> Checkpoint:
     """The checkpoint in a store.
 
-    Manifest and tokenizer are checked against their checksums, files against their sizes. Trunk tensors,
-    embedding rows and expert records carry checksums that whoever reads them checks. Raises HeadraceError.
+    Manifest and tokenizer are checked against their checksums, files against their sizes. Trunk
+    tensors, embedding rows and expert records carry checksums that whoever reads them checks.
+    Raises HeadraceError.
     """
     m = _manifest(path / MANIFEST)
     sizes = _check_files(path, m)
@@ -104,19 +107,21 @@ def _manifest(path: Path) -> Fields:
     wrapped = _WRAPPED.fullmatch(data)
     if not wrapped:
         raise HeadraceError(
-            f"{path}: not the manifest of a store, or damaged: expected its checksum and the object that "
-            "it covers; pack the store again"
+            f"{path}: not the manifest of a store, or damaged: expected its checksum and the "
+            "object that it covers; pack the store again"
         )
     expected, found = int(wrapped[1], 16), _core.crc32c(wrapped[2], 0)
     if found != expected:
         raise HeadraceError(
-            f"{path}: damaged: expected checksum {expected:08x}, found {found:08x}; pack the store again"
+            f"{path}: damaged: expected checksum {expected:08x}, found {found:08x}; pack the store "
+            "again"
         )
     return _to_current(Fields(parse_json(wrapped[2], str(path)), str(path)))
 
 
 def _to_current(m: Fields) -> Fields:
-    """The manifest in today's format and layout. Converters of older ones go here; there are none yet."""
+    """The manifest in today's format and layout. Converters of older ones go here; there are none
+    yet."""
     if m.text("format") != FORMAT:
         raise m.wrong("format", repr(FORMAT))
     version, layout = m.integer("format_version"), m.text("layout")
@@ -134,7 +139,8 @@ def _to_current(m: Fields) -> Fields:
 
 
 def _check_files(path: Path, m: Fields) -> dict[str, int]:
-    """Size by name, after checking that each is there and that size; small files also by checksum."""
+    """Size by name, after checking that each is there and that size; small files also by
+    checksum."""
     files = m.fields("files")
     sizes = {}
     for name in (TRUNK, EMBED, EXPERTS, TOKENIZER, TOKENIZER_CONFIG):
@@ -144,14 +150,17 @@ def _check_files(path: Path, m: Fields) -> dict[str, int]:
         sizes[name] = entry.integer("bytes", low=0, high=2**63)
         with opened(path / name) as (fd, size):
             if size != sizes[name]:
-                raise HeadraceError(f"{path / name}: expected {sizes[name]} bytes, found {size}; pack the store again")
+                raise HeadraceError(
+                    f"{path / name}: expected {sizes[name]} bytes, found {size}; pack the store "
+                    "again"
+                )
             if name.endswith(".json"):
                 expected = _crc(entry, "crc32c")
                 found = crc_of(fd, 0, size, path / name)
                 if found != expected:
                     raise HeadraceError(
-                        f"{path / name}: damaged: expected checksum {expected:08x}, found {found:08x}; "
-                        "pack the store again"
+                        f"{path / name}: damaged: expected checksum {expected:08x}, found "
+                        f"{found:08x}; pack the store again"
                     )
     return sizes
 
@@ -162,7 +171,7 @@ def crc_of(fd: int, offset: int, nbytes: int, path: Path) -> int:
     crc = 0
     for begin in range(0, nbytes, CHUNK_BYTES):
         piece = buffer[: min(CHUNK_BYTES, nbytes - begin)]
-        read_into(fd, memoryview(piece), offset + begin, path)
+        read_into(fd, piece.data, offset + begin, path)
         crc = _core.crc32c(piece, crc)
     return crc
 
@@ -182,7 +191,9 @@ def _extent(fields: Fields, nbytes: int, alignment: int, file_bytes: int) -> int
     """The offset of nbytes that must lie in the file, aligned."""
     offset = fields.integer("offset", low=0, high=2**63)
     if offset % alignment or offset + nbytes > file_bytes:
-        raise fields.wrong("offset", f"a multiple of {alignment} with {nbytes} bytes inside {file_bytes}")
+        raise fields.wrong(
+            "offset", f"a multiple of {alignment} with {nbytes} bytes inside {file_bytes}"
+        )
     return offset
 
 
@@ -217,7 +228,9 @@ def _tensors(m: Fields, config: ModelConfig, file_bytes: int) -> dict[str, Tenso
         crc = _crc(entry, "crc32c")
         tensors[name] = TensorInfo(name, dtype, shape, 0, offset, nbytes, layout, crc)
     if listed:
-        raise HeadraceError(f"{m.where}: tensor {shown(next(iter(listed)))} has no place in the model")
+        raise HeadraceError(
+            f"{m.where}: tensor {shown(next(iter(listed)))} has no place in the model"
+        )
     return tensors
 
 
@@ -238,12 +251,18 @@ def _embedding(m: Fields, config: ModelConfig, file_bytes: int) -> EmbeddingTabl
 def _experts(m: Fields, config: ModelConfig, file_bytes: int) -> tuple[LayerExperts, ...]:
     entries = _objects(m, "layers")
     if len(entries) != config.num_hidden_layers:
-        raise HeadraceError(f"{m.where}: expected {config.num_hidden_layers} layers, found {len(entries)}")
+        raise HeadraceError(
+            f"{m.where}: expected {config.num_hidden_layers} layers, found {len(entries)}"
+        )
     inner, hidden, n = config.moe_intermediate_size, config.hidden_size, config.num_experts
     layers = []
     for entry in entries:
         parts = []
-        for key, rows, cols in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+        for key, rows, cols in (
+            ("gate", inner, hidden),
+            ("up", inner, hidden),
+            ("down", hidden, inner),
+        ):
             dtype = _dtype(entry, key)
             if dtype.is_quantized and cols % 32:
                 raise entry.wrong(key, f"a type that {cols} columns can have")

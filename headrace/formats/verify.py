@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from headrace.formats.header import opened, read_into
 from headrace.formats.store import (
     CHUNK_BYTES,
     CRC_BYTES,
+    MANIFEST,
     crc_of,
     embedding_stride,
     read_store,
@@ -41,10 +43,12 @@ class VerifyReport:
 def verify_store(path: Path, progress: Callable[[int, int], None]) -> VerifyReport:
     """Checks sizes, checksums and padding of a store.
 
-    What is damaged in the large files stands in the report; a store whose manifest, tokenizer or files' sizes
-    are wrong cannot be read at all and raises HeadraceError.
+    What is damaged in the large files stands in the report; a store whose manifest, tokenizer or
+    files' sizes are wrong cannot be read at all and raises HeadraceError.
     """
     path = Path(path)
+    if not os.path.lexists(path / MANIFEST):
+        raise HeadraceError(f"{path}: not a store: expected {MANIFEST} in it, found none")
     store = read_store(path)
     report = VerifyReport(path)
     total = sum(file.stat().st_size for file in store.files)
@@ -57,11 +61,13 @@ def verify_store(path: Path, progress: Callable[[int, int], None]) -> VerifyRepo
     return report
 
 
-def _compare(report: VerifyReport, file: Path, offset: int, what: str, expected: int, found: int) -> None:
+def _compare(
+    report: VerifyReport, file: Path, offset: int, what: str, expected: int, found: int
+) -> None:
     if found != expected:
         report.problems.append(
-            f"{file}: {what} at offset {offset}: expected checksum {expected:08x}, found {found:08x}; "
-            "pack the store again"
+            f"{file}: {what} at offset {offset}: expected checksum {expected:08x}, found "
+            f"{found:08x}; pack the store again"
         )
 
 
@@ -69,15 +75,19 @@ def _check_padding(report: VerifyReport, fd: int, begin: int, end: int, file: Pa
     """Bytes that nobody reads must be zero, so that verify vouches for the whole file."""
     for at in range(begin, end, CHUNK_BYTES):
         piece = np.empty(min(CHUNK_BYTES, end - at), np.uint8)
-        read_into(fd, memoryview(piece), at, file)
+        read_into(fd, piece.data, at, file)
         if piece.any():
             where = at + int(np.flatnonzero(piece)[0])
-            report.problems.append(f"{file}: padding at offset {where}: expected 0, found another value")
+            report.problems.append(
+                f"{file}: padding at offset {where}: expected 0, found another value"
+            )
             break
     return end - begin
 
 
-def _check_trunk(store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport) -> Iterator[int]:
+def _check_trunk(
+    store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport
+) -> Iterator[int]:
     end = 0
     for t in sorted(store.tensors.values(), key=lambda t: t.offset):
         if t.offset < end:
@@ -91,36 +101,42 @@ def _check_trunk(store: Checkpoint, fd: int, size: int, file: Path, report: Veri
     yield _check_padding(report, fd, end, size, file)
 
 
-def _check_embedding(store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport) -> Iterator[int]:
+def _check_embedding(
+    store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport
+) -> Iterator[int]:
     e = store.embedding
     row_bytes, stride = e.dtype.row_bytes(e.cols), embedding_stride(e.dtype, e.cols)
     step = max(1, CHUNK_BYTES // stride)
     for begin in range(0, e.rows, step):
         records = np.empty((min(step, e.rows - begin), stride), np.uint8)
-        read_into(fd, memoryview(records.reshape(-1)), begin * stride, file)
+        read_into(fd, records.reshape(-1).data, begin * stride, file)
         crcs = records[:, row_bytes : row_bytes + CRC_BYTES].copy().view("<u4")[:, 0]
         for i, record in enumerate(records):
-            at, what = (begin + i) * stride, f"embedding row {begin + i}"
-            _compare(report, file, at, what, int(crcs[i]), _core.crc32c(record[:row_bytes], 0))
+            what, found = f"embedding row {begin + i}", _core.crc32c(record[:row_bytes], 0)
+            _compare(report, file, (begin + i) * stride, what, int(crcs[i]), found)
         padding = records[:, row_bytes + CRC_BYTES :].any(axis=1)
-        for i in np.flatnonzero(padding):
-            at = (begin + int(i)) * stride + row_bytes + CRC_BYTES
-            report.problems.append(f"{file}: padding at offset {at}: expected 0, found another value")
+        for i in np.flatnonzero(padding).tolist():
+            at = (begin + i) * stride + row_bytes + CRC_BYTES
+            report.problems.append(
+                f"{file}: padding at offset {at}: expected 0, found another value"
+            )
         report.embedding_rows += len(records)
         yield records.size
 
 
-def _check_experts(store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport) -> Iterator[int]:
+def _check_experts(
+    store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport
+) -> Iterator[int]:
     end = 0
     for index, layer in sorted(enumerate(store.experts), key=lambda item: int(item[1].offset[0])):
-        nbytes = record_bytes(layer.parts)
+        nbytes, crcs = record_bytes(layer.parts), np.asarray(layer.crc32c)
         if int(layer.offset[0]) < end:
             raise HeadraceError(f"{file}: the records of layer {index} overlap another's")
         yield _check_padding(report, fd, end, int(layer.offset[0]), file)
         for expert in range(layer.num_experts):
             at = int(layer.offset[expert])
-            what = f"layer {index}, expert {expert}"
-            _compare(report, file, at, what, int(layer.crc32c[expert]), crc_of(fd, at, nbytes, file))
+            what, found = f"layer {index}, expert {expert}", crc_of(fd, at, nbytes, file)
+            _compare(report, file, at, what, int(crcs[expert]), found)
             report.expert_records += 1
             yield nbytes
         end = int(layer.offset[-1]) + nbytes
