@@ -78,10 +78,8 @@ def main() -> None:
             "minimum_bytes": engine.plan.minimum_bytes,
             "arena_bytes": arena_at_start,
             "arena_bytes_at_end": engine.experts.arena_bytes,
-            "expert_bytes": engine.experts.source.total_bytes(),
-            "largest_record_bytes": max(
-                engine.experts.source.record_bytes(i) for i in range(len(checkpoint.experts))
-            ),
+            "expert_bytes": engine._source.total_bytes(),
+            "largest_record_bytes": max(engine._source.record_bytes(i) for i in range(len(checkpoint.experts))),
             "counters": engine.counters(),
             "hashes": hashes,
             "greedy_ids": greedy_ids,

@@ -122,9 +122,7 @@ def test_same_bits_large(large):
             runs.append(child({**request, "model": model, "budget": budget, "threads": threads}))
     # The portable twin is slow: one short comparison with everything else different too.
     few = {"tokens": tokens[:5], "splits": [[5], [2, 3]], "budget": 0.2}
-    runs_few = [
-        child({**few, "model": str(large["gguf"]), "threads": 2}, isa=isa) for isa in ISAS
-    ]
+    runs_few = [child({**few, "model": str(large["gguf"]), "threads": 2}, isa=isa) for isa in ISAS]
     assert len({h for run in runs for h in run["hashes"]}) == 1
     assert len({h for run in runs_few for h in run["hashes"]}) == 1
     assert runs[0]["arena_bytes"] < 0.1 * runs[0]["expert_bytes"]

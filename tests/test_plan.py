@@ -21,9 +21,7 @@ READINGS = Readings(60 * MIB, 70 * MIB, 16 * GIB)
 
 
 def plan(budget_bytes, readings=READINGS, needs=NEEDS, prompt_rows=512):
-    return plan_memory(
-        needs, readings, budget_bytes=budget_bytes, context=512, prompt_rows=prompt_rows
-    )
+    return plan_memory(needs, readings, budget_bytes=budget_bytes, context=512, prompt_rows=prompt_rows)
 
 
 def parts(p):

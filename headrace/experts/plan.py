@@ -111,9 +111,7 @@ def plan_memory(
         return n + page_table_bytes(n)
 
     # The smallest: the shortest passes, and an arena that holds one expert.
-    smallest = max(
-        total(needs.scratch_bytes(rows[-1]), needs.largest_record_bytes), readings.peak_rss_bytes
-    )
+    smallest = max(total(needs.scratch_bytes(rows[-1]), needs.largest_record_bytes), readings.peak_rss_bytes)
     minimum_bytes = -(-(smallest + NAMED_SLACK_BYTES) // MIB) * MIB
     resident_bytes = -(-total(needs.scratch_bytes(rows[0]), needs.expert_bytes) // MIB) * MIB
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from headrace.errors import HeadraceError
 from headrace.formats.checkpoint import Checkpoint
-from headrace.formats.gguf import read_gguf
+from headrace.formats.gguf import MAGIC, read_gguf
+from headrace.formats.header import opened, read_at
 from headrace.formats.hf import read_hf
 from headrace.formats.store import MANIFEST, read_store
 
@@ -26,20 +27,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        raise HeadraceError(
-            f"{path}: no such file; give a GGUF file, a Hugging Face directory or a store"
-        ) from None
+        raise HeadraceError(f"{path}: no such file; give a GGUF file, a Hugging Face directory or a store") from None
     except (OSError, ValueError) as e:
         raise HeadraceError(f"{path}: cannot open: {getattr(e, 'strerror', e)}") from None
     if stat.S_ISDIR(mode):
         return _open_directory(path)
-    for suffix, what in ((".safetensors", "a safetensors file"), (".bin", "a PyTorch file")):
-        if path.name.endswith(suffix):
-            raise HeadraceError(
-                f"{path}: {what} alone has no configuration; give the directory that holds {_CONFIG}"
-            )
-    if path.name == MANIFEST:
-        raise HeadraceError(f"{path}: this is part of a store; give its directory, {path.parent}")
+    with opened(path) as (fd, size):
+        magic = read_at(fd, min(4, size), 0, path)
+    if magic != MAGIC and path.name.endswith((".safetensors", ".bin", ".json")):
+        raise HeadraceError(
+            f"{path}: one file of a checkpoint does not say what model it is; give its directory, {path.parent}"
+        )
     return read_gguf(path)
 
 

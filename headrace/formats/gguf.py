@@ -18,6 +18,8 @@ from headrace.formats.placing import FileTensor, place
 from headrace.models.config import ARCHITECTURES, ModelConfig
 from headrace.models.fields import Fields, shown
 
+MAGIC = b"GGUF"
+
 # Far above any real file (150,000 tokens and their merges take 6 MB), far below what would hurt.
 MAX_HEADER_BYTES = 64 << 20
 MAX_KEYS = 1 << 16
@@ -112,10 +114,8 @@ def _read_header(path: Path) -> _Header:
             raise HeadraceError(f"{path}: the file is empty; expected a GGUF")
         r = HeaderReader(path, fd, size)
         magic = r.take(min(4, size), "magic")
-        if magic != b"GGUF":
-            raise HeadraceError(
-                f"{path}: not a GGUF: expected the bytes {b'GGUF'!r} at offset 0, found {magic!r}"
-            )
+        if magic != MAGIC:
+            raise HeadraceError(f"{path}: not a GGUF: expected the bytes {MAGIC!r} at offset 0, found {magic!r}")
         version = r.u32("version")
         if version & 0xFFFF == 0 and version:
             raise HeadraceError(f"{path}: big-endian GGUF is not supported; convert it to little-endian")
@@ -169,9 +169,7 @@ def _bounded(r: HeaderReader) -> None:
 def _name_string(r: HeaderReader, what: str) -> str:
     at, n = r.offset, r.u64(what)
     if not 0 < n <= MAX_NAME_BYTES:
-        raise HeadraceError(
-            f"{r.path}: {what} at offset {at}: expected a length from 1 to {MAX_NAME_BYTES}, found {n}"
-        )
+        raise HeadraceError(f"{r.path}: {what} at offset {at}: expected a length from 1 to {MAX_NAME_BYTES}, found {n}")
     return _text(r, r.take(n, what), at, what)
 
 
@@ -223,9 +221,7 @@ def _tensor_info(r: HeaderReader, name: str) -> _RawTensor:
     what = f"tensor {shown(name)}"
     at, n_dims = r.offset, r.u32(what)
     if not 1 <= n_dims <= MAX_DIMS:
-        raise HeadraceError(
-            f"{r.path}: {what} at offset {at}: expected 1 to {MAX_DIMS} dimensions, found {n_dims}"
-        )
+        raise HeadraceError(f"{r.path}: {what} at offset {at}: expected 1 to {MAX_DIMS} dimensions, found {n_dims}")
     dims = [r.u64(what) for _ in range(n_dims)]
     for d in dims:
         if not 1 <= d < 2**31:
@@ -247,9 +243,7 @@ def _locate(header: _Header, index: int) -> dict[str, FileTensor]:
         dtype = DType(raw.type_id)
         cols = raw.shape[-1]
         if dtype.is_quantized and cols % 32:
-            raise HeadraceError(
-                f"{title}: expected rows of a multiple of 32 values for {dtype.name}, found {cols}"
-            )
+            raise HeadraceError(f"{title}: expected rows of a multiple of 32 values for {dtype.name}, found {cols}")
         nbytes = dtype.row_bytes(cols)
         for d in raw.shape[:-1]:
             nbytes *= d
@@ -303,9 +297,7 @@ def _rest_of_split(first: _Header) -> list[_Header]:
     for i, header in enumerate(rest, 1):
         found = (header.metadata.get("split.no"), header.metadata.get("split.count"))
         if found != (i, count):
-            raise HeadraceError(
-                f"{header.path}: expected split.no, split.count = {(i, count)}, found {shown(found)}"
-            )
+            raise HeadraceError(f"{header.path}: expected split.no, split.count = {(i, count)}, found {shown(found)}")
     total = sum(len(h.tensors) for h in (first, *rest))
     expected = keys.integer("split.tensors.count", total, 0)
     if total != expected:

@@ -66,9 +66,7 @@ def pack_store(checkpoint: Checkpoint, destination: Path, progress: Progress) ->
     total = _packed_bytes(checkpoint)
     free = shutil.disk_usage(parent).free
     if free < total:
-        raise HeadraceError(
-            f"{parent}: not enough space: the store needs {total} bytes, {free} are free"
-        )
+        raise HeadraceError(f"{parent}: not enough space: the store needs {total} bytes, {free} are free")
 
     partial = parent / f".{destination.name}.{secrets.token_hex(4)}.partial"
     try:
@@ -85,9 +83,7 @@ def pack_store(checkpoint: Checkpoint, destination: Path, progress: Progress) ->
 
 def _packed_bytes(checkpoint: Checkpoint) -> int:
     """The size of the three large files."""
-    trunk = sum(
-        round_up(_tensor_bytes(t), TENSOR_ALIGNMENT) for t in checkpoint.tensors.values()
-    )
+    trunk = sum(round_up(_tensor_bytes(t), TENSOR_ALIGNMENT) for t in checkpoint.tensors.values())
     e = checkpoint.embedding
     experts = sum(layer.num_experts * record_bytes(layer.parts) for layer in checkpoint.experts)
     return trunk + e.rows * embedding_stride(e.dtype, e.cols) + experts
@@ -183,9 +179,7 @@ class _Source:
             read_into(self._fds[file], memoryview(piece), at, self.checkpoint.files[file])
             yield piece.reshape(n, row_bytes)
 
-    def tiles(
-        self, file: int, offset: int, dtype: DType, rows: int, cols: int
-    ) -> Iterator[np.ndarray]:
+    def tiles(self, file: int, offset: int, dtype: DType, rows: int, cols: int) -> Iterator[np.ndarray]:
         """A matrix in tile16, in pieces of whole tiles; each valid until the next."""
         for piece in self.rows(file, offset, dtype.row_bytes(cols), rows):
             n = len(piece)

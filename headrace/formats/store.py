@@ -144,9 +144,7 @@ def _check_files(path: Path, m: Fields) -> dict[str, int]:
         sizes[name] = entry.integer("bytes", low=0, high=2**63)
         with opened(path / name) as (fd, size):
             if size != sizes[name]:
-                raise HeadraceError(
-                    f"{path / name}: expected {sizes[name]} bytes, found {size}; pack the store again"
-                )
+                raise HeadraceError(f"{path / name}: expected {sizes[name]} bytes, found {size}; pack the store again")
             if name.endswith(".json"):
                 expected = _crc(entry, "crc32c")
                 found = crc_of(fd, 0, size, path / name)
@@ -184,9 +182,7 @@ def _extent(fields: Fields, nbytes: int, alignment: int, file_bytes: int) -> int
     """The offset of nbytes that must lie in the file, aligned."""
     offset = fields.integer("offset", low=0, high=2**63)
     if offset % alignment or offset + nbytes > file_bytes:
-        raise fields.wrong(
-            "offset", f"a multiple of {alignment} with {nbytes} bytes inside {file_bytes}"
-        )
+        raise fields.wrong("offset", f"a multiple of {alignment} with {nbytes} bytes inside {file_bytes}")
     return offset
 
 
@@ -242,9 +238,7 @@ def _embedding(m: Fields, config: ModelConfig, file_bytes: int) -> EmbeddingTabl
 def _experts(m: Fields, config: ModelConfig, file_bytes: int) -> tuple[LayerExperts, ...]:
     entries = _objects(m, "layers")
     if len(entries) != config.num_hidden_layers:
-        raise HeadraceError(
-            f"{m.where}: expected {config.num_hidden_layers} layers, found {len(entries)}"
-        )
+        raise HeadraceError(f"{m.where}: expected {config.num_hidden_layers} layers, found {len(entries)}")
     inner, hidden, n = config.moe_intermediate_size, config.hidden_size, config.num_experts
     layers = []
     for entry in entries:

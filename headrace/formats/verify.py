@@ -57,9 +57,7 @@ def verify_store(path: Path, progress: Callable[[int, int], None]) -> VerifyRepo
     return report
 
 
-def _compare(
-    report: VerifyReport, file: Path, offset: int, what: str, expected: int, found: int
-) -> None:
+def _compare(report: VerifyReport, file: Path, offset: int, what: str, expected: int, found: int) -> None:
     if found != expected:
         report.problems.append(
             f"{file}: {what} at offset {offset}: expected checksum {expected:08x}, found {found:08x}; "
@@ -79,9 +77,7 @@ def _check_padding(report: VerifyReport, fd: int, begin: int, end: int, file: Pa
     return end - begin
 
 
-def _check_trunk(
-    store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport
-) -> Iterator[int]:
+def _check_trunk(store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport) -> Iterator[int]:
     end = 0
     for t in sorted(store.tensors.values(), key=lambda t: t.offset):
         if t.offset < end:
@@ -95,9 +91,7 @@ def _check_trunk(
     yield _check_padding(report, fd, end, size, file)
 
 
-def _check_embedding(
-    store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport
-) -> Iterator[int]:
+def _check_embedding(store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport) -> Iterator[int]:
     e = store.embedding
     row_bytes, stride = e.dtype.row_bytes(e.cols), embedding_stride(e.dtype, e.cols)
     step = max(1, CHUNK_BYTES // stride)
@@ -116,9 +110,7 @@ def _check_embedding(
         yield records.size
 
 
-def _check_experts(
-    store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport
-) -> Iterator[int]:
+def _check_experts(store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport) -> Iterator[int]:
     end = 0
     for index, layer in sorted(enumerate(store.experts), key=lambda item: int(item[1].offset[0])):
         nbytes = record_bytes(layer.parts)
@@ -128,9 +120,7 @@ def _check_experts(
         for expert in range(layer.num_experts):
             at = int(layer.offset[expert])
             what = f"layer {index}, expert {expert}"
-            _compare(
-                report, file, at, what, int(layer.crc32c[expert]), crc_of(fd, at, nbytes, file)
-            )
+            _compare(report, file, at, what, int(layer.crc32c[expert]), crc_of(fd, at, nbytes, file))
             report.expert_records += 1
             yield nbytes
         end = int(layer.offset[-1]) + nbytes

@@ -49,9 +49,7 @@ class ModelConfig:
     generation: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def from_gguf(
-        cls, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str
-    ) -> ModelConfig:
+    def from_gguf(cls, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str) -> ModelConfig:
         """From GGUF metadata and the shapes of the file's tensors, from which missing keys are derived.
 
         `where` names the file in errors. Raises HeadraceError for an unsupported architecture, and for a key
@@ -61,9 +59,7 @@ class ModelConfig:
         arch = general.text("general.architecture")
         if arch not in ARCHITECTURES:
             supported = ", ".join(ARCHITECTURES)
-            raise HeadraceError(
-                f"{where}: architecture {shown(arch)} is not supported; supported: {supported}"
-            )
+            raise HeadraceError(f"{where}: architecture {shown(arch)} is not supported; supported: {supported}")
         prefix = arch + "."
         own = {k[len(prefix) :]: v for k, v in metadata.items() if k.startswith(prefix)}
         keys = Fields(own, f"{where}: {arch}")
@@ -105,11 +101,7 @@ class ModelConfig:
         tokens = metadata.get("tokenizer.ggml.tokens")
         types = metadata.get("tokenizer.ggml.token_type")
         if isinstance(tokens, list) and types is not None and len(types) == len(tokens):
-            eos += [
-                i
-                for i, token in enumerate(tokens)
-                if token in _END_TOKENS and types[i] == _CONTROL_TOKEN
-            ]
+            eos += [i for i, token in enumerate(tokens) if token in _END_TOKENS and types[i] == _CONTROL_TOKEN]
         generation = {}
         sampling = (("temp", "temperature"), ("top_p", "top_p"), ("top_k", "top_k"))
         for key, name in sampling:
@@ -149,9 +141,7 @@ class ModelConfig:
         model_type = keys.text("model_type")
         if model_type not in MODEL_TYPES:
             supported = ", ".join(MODEL_TYPES)
-            raise HeadraceError(
-                f"{where}: model_type {shown(model_type)} is not supported; supported: {supported}"
-            )
+            raise HeadraceError(f"{where}: model_type {shown(model_type)} is not supported; supported: {supported}")
         if "quantization_config" in keys:
             method = shown(keys.fields("quantization_config").values.get("quant_method"))
             raise HeadraceError(
@@ -210,9 +200,7 @@ class ModelConfig:
             rope_theta=rope_theta,
             norm_topk_prob=keys.boolean("norm_topk_prob", False),
             tie_word_embeddings=keys.boolean("tie_word_embeddings", False) and not has_lm_head,
-            max_position_embeddings=keys.integer(
-                "max_position_embeddings", _MAX_POSITION_EMBEDDINGS[model_type]
-            ),
+            max_position_embeddings=keys.integer("max_position_embeddings", _MAX_POSITION_EMBEDDINGS[model_type]),
             eos_token_ids=_in_vocabulary(
                 [*_token_ids(keys, "eos_token_id"), *_token_ids(defaults, "eos_token_id")], vocab
             ),
