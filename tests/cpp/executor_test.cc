@@ -78,11 +78,30 @@ TEST("every way to cut, divide and hold a model gives the plain computation's bi
   const TinySpec specs[] = {
       {},
       {.dense = kQ8, .experts = {{kQ8, kQ8, kQ8}}},
-      {.hidden = 52, .num_q = 6, .num_kv = 3, .head_dim = 14, .rotary = 8, .num_experts = 5, .top_k = 2, .width = 41,
-       .vocab = 33, .norm_heads = true, .style = RopeStyle::kNorm, .dense = kF32, .head = kBF16, .table = kF32,
+      {.hidden = 52,
+       .num_q = 6,
+       .num_kv = 3,
+       .head_dim = 14,
+       .rotary = 8,
+       .num_experts = 5,
+       .top_k = 2,
+       .width = 41,
+       .vocab = 33,
+       .norm_heads = true,
+       .style = RopeStyle::kNorm,
+       .dense = kF32,
+       .head = kBF16,
+       .table = kF32,
        .experts = {{kF32, kF32, kF32}, {kF16, kBF16, kF16}}},
-      {.num_q = 2, .num_kv = 2, .width = 64, .window = 6, .normalize = false, .dense = kBF16, .head = kF16,
-       .table = kQ8, .experts = {{kQ4, kQ8, kF16}, {kF32, kF16, kQ8}, {kQ8, kQ8, kQ4}}},
+      {.num_q = 2,
+       .num_kv = 2,
+       .width = 64,
+       .window = 6,
+       .normalize = false,
+       .dense = kBF16,
+       .head = kF16,
+       .table = kQ8,
+       .experts = {{kQ4, kQ8, kF16}, {kF32, kF16, kQ8}, {kQ8, kQ8, kQ4}}},
   };
   for (const TinySpec& spec : specs) {
     TinyModel model(spec);
@@ -96,8 +115,13 @@ TEST("every way to cut, divide and hold a model gives the plain computation's bi
       uint64_t arena;
       uint32_t threads;
     };
-    for (const Case& c : {Case{1, one, 1}, {2, 3 * one, 2}, {7, all, 3}, {spec.top_k, one, 4}, {1000, one, 2},
-                          {1000, 5 * one, 1}, {60, all, 4}}) {
+    for (const Case& c : {Case{1, one, 1},
+                          {2, 3 * one, 2},
+                          {7, all, 3},
+                          {spec.top_k, one, 4},
+                          {1000, one, 2},
+                          {1000, 5 * one, 1},
+                          {60, all, 4}}) {
       Runner runner(model, 20, c.capacity, c.arena, c.threads);
       for (const auto& split : kSplits) CHECK(same_bits(runner.run(tokens, split, kv_type), expected));
     }

@@ -1,5 +1,3 @@
-#include "executor/weights.h"
-
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -7,6 +5,7 @@
 #include <random>
 
 #include "check.h"
+#include "executor/weights.h"
 #include "program_builder.h"
 #include "support/error.h"
 #include "temp_file.h"
@@ -128,7 +127,8 @@ TEST("what is wrong with a file is said in one line") {
   };
   CHECK_THROWS(Error, "/nowhere: cannot open", load(kMatrix, "/nowhere", 0, nbytes, DType::kQ8_0, false));
   CHECK_THROWS(Error, "/tmp: not a regular file", load(kMatrix, "/tmp", 0, nbytes, DType::kQ8_0, false));
-  CHECK_THROWS(Error, "tensor blk.0.w at offset 101: expected", load(kMatrix, file.path(), 101, nbytes, DType::kQ8_0, false));
+  CHECK_THROWS(Error, "tensor blk.0.w at offset 101: expected",
+               load(kMatrix, file.path(), 101, nbytes, DType::kQ8_0, false));
   CHECK_THROWS(Error, "the file ends at", load(kMatrix, file.path(), UINT64_MAX, nbytes, DType::kQ8_0, false));
   CHECK_THROWS(Error, "bytes, expected 1360", load(kMatrix, file.path(), 0, nbytes - 34, DType::kQ8_0, false));
   CHECK_THROWS(Error, "bytes, expected 2176", load(kMatrix, file.path(), 0, nbytes, DType::kQ8_0, true));

@@ -33,15 +33,13 @@ class ProgramBuilder {
   }
   void op(OpCode code, std::vector<uint32_t> inputs, std::vector<uint32_t> weights, std::vector<uint32_t> states,
           std::vector<uint32_t> outputs, Attrs attrs = {}) {
-    ops_.push_back({code, std::move(inputs), std::move(weights), std::move(states), std::move(outputs),
-                    std::move(attrs)});
+    ops_.push_back(
+        {code, std::move(inputs), std::move(weights), std::move(states), std::move(outputs), std::move(attrs)});
   }
 
   // ---- ops with one F32 output
 
-  uint32_t embed(uint32_t table) {
-    return emit(OpCode::kEmbed, {}, {table}, {}, weights_[table].cols, Extent::kRows);
-  }
+  uint32_t embed(uint32_t table) { return emit(OpCode::kEmbed, {}, {table}, {}, weights_[table].cols, Extent::kRows); }
   uint32_t rms_norm(uint32_t x, uint32_t weight, double eps) {
     return emit(OpCode::kRmsNorm, {x}, {weight}, {}, values_[x].width, values_[x].extent,
                 {int64_t{weights_[weight].cols}, eps});

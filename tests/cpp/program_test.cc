@@ -93,34 +93,34 @@ TEST("what an op cannot run on is named") {
   };
   // A quantized matrix wants quantized input.
   CHECK_THROWS(Error, "(linear): input 0", parse_program(build([](ProgramBuilder& b, uint32_t x) {
-    const uint32_t y = b.value(ValueKind::kF32, 10);
-    b.op(OpCode::kLinear, {x}, {b.weight(WeightRole::kMatrix, DType::kQ8_0, 10, 32)}, {}, {y});
-    return b.select_rows(y);
-  })));
+                 const uint32_t y = b.value(ValueKind::kF32, 10);
+                 b.op(OpCode::kLinear, {x}, {b.weight(WeightRole::kMatrix, DType::kQ8_0, 10, 32)}, {}, {y});
+                 return b.select_rows(y);
+               })));
   CHECK_THROWS(Error, "(linear): input 0 has kind 0 extent 0 width 32", parse_program(build([](auto& b, uint32_t x) {
-    return b.select_rows(b.linear(x, b.weight(WeightRole::kMatrix, DType::kF32, 10, 48)));
-  })));
+                 return b.select_rows(b.linear(x, b.weight(WeightRole::kMatrix, DType::kF32, 10, 48)));
+               })));
   CHECK_THROWS(Error, "group 24", parse_program(build([](auto& b, uint32_t x) {
-    return b.select_rows(b.rms_norm(x, b.weight(WeightRole::kVector, DType::kF32, 1, 24), 1e-5));
-  })));
+                 return b.select_rows(b.rms_norm(x, b.weight(WeightRole::kVector, DType::kF32, 1, 24), 1e-5));
+               })));
   CHECK_THROWS(Error, "role 2, expected 1", parse_program(build([](auto& b, uint32_t x) {
-    return b.select_rows(b.linear(x, b.weight(WeightRole::kVector, DType::kF32, 1, 32)));
-  })));
+                 return b.select_rows(b.linear(x, b.weight(WeightRole::kVector, DType::kF32, 1, 32)));
+               })));
   CHECK_THROWS(Error, "3 query heads over 2", parse_program(build([](auto& b, uint32_t x) {
-    return b.select_rows(b.attention(x, x, x, b.state(2, 16), 3, 0, 1.0));
-  })));
+                 return b.select_rows(b.attention(x, x, x, b.state(2, 16), 3, 0, 1.0));
+               })));
   CHECK_THROWS(Error, "attribute 0 is 11", parse_program(build([](auto& b, uint32_t x) {
-    const uint32_t ids = b.value(ValueKind::kI32, 11), weights = b.value(ValueKind::kF32, 11);
-    const uint32_t logits = b.linear(x, b.weight(WeightRole::kMatrix, DType::kF32, 10, 32));
-    b.op(OpCode::kRoute, {logits}, {}, {}, {ids, weights}, {int64_t{11}, int64_t{0}, int64_t{1}, 1.0});
-    return b.select_rows(weights);
-  })));
+                 const uint32_t ids = b.value(ValueKind::kI32, 11), weights = b.value(ValueKind::kF32, 11);
+                 const uint32_t logits = b.linear(x, b.weight(WeightRole::kMatrix, DType::kF32, 10, 32));
+                 b.op(OpCode::kRoute, {logits}, {}, {}, {ids, weights}, {int64_t{11}, int64_t{0}, int64_t{1}, 1.0});
+                 return b.select_rows(weights);
+               })));
   CHECK_THROWS(Error, "before it is written", parse_program(build([](ProgramBuilder& b, uint32_t x) {
-    return b.select_rows(b.add(x, b.value(ValueKind::kF32, 32)));
-  })));
+                 return b.select_rows(b.add(x, b.value(ValueKind::kF32, 32)));
+               })));
   CHECK_THROWS(Error, "a second time", parse_program(build([](ProgramBuilder& b, uint32_t x) {
-    b.op(OpCode::kAdd, {x, x}, {}, {}, {x});
-    return b.select_rows(x);
-  })));
+                 b.op(OpCode::kAdd, {x, x}, {}, {}, {x});
+                 return b.select_rows(x);
+               })));
   CHECK_THROWS(Error, "logits", parse_program(build([](ProgramBuilder&, uint32_t x) { return x; })));
 }

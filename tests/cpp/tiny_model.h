@@ -259,7 +259,7 @@ class TinyModel {
         break;
       case DType::kBF16:
         for (size_t i = 0; i < t.data.size(); i += 2)
-          put(t, i, static_cast<uint16_t>(__builtin_bit_cast(uint32_t, spread * normal_(random_)) >> 16));
+          put(t, i, static_cast<uint16_t>(__builtin_bit_cast(uint32_t, spread* normal_(random_)) >> 16));
         break;
       case DType::kF16:
         for (size_t i = 0; i < t.data.size(); i += 2) put(t, i, half());
