@@ -249,14 +249,14 @@ class Session:
         return self._pass([token], [0], self.decode_figures)[0]
 
     def verify(self, tokens: list[int]) -> np.ndarray:
-        """One pass with all rows' logits, [len(tokens), vocab_size]; at most max_out_rows tokens."""
+        """Logits of every row, [len(tokens), vocab_size]: one pass for each max_out_rows tokens."""
         self._check(tokens)
-        if len(tokens) > self.engine.program.max_out_rows:
-            raise HeadraceError(
-                f"{len(tokens)} rows of logits in one pass, the engine was loaded for "
-                f"{self.engine.program.max_out_rows} (max_out_rows)"
-            )
-        return self._pass(tokens, list(range(len(tokens))), self.decode_figures)
+        rows = self.engine.program.max_out_rows
+        logits = np.empty((len(tokens), self.engine.config.vocab_size), np.float32)
+        for i in range(0, len(tokens), rows):
+            chunk = tokens[i : i + rows]
+            logits[i : i + rows] = self._pass(chunk, list(range(len(chunk))), self.decode_figures)
+        return logits
 
     def close(self) -> None:
         if self._state is not None:

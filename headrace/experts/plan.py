@@ -20,7 +20,7 @@ PAGE = 4096
 RESERVE_BYTES = 8 * MIB
 # Two runs of the same command differ in what the interpreter holds; the smallest budget is named with this much
 # room, so that naming it again works.
-NAMED_SLACK_BYTES = 4 * MIB
+NAMED_SLACK_BYTES = 2 * MIB
 THREAD_BYTES = 256 << 10  # stack and allocator arena that a thread really touches
 ROWS_PER_PASS = (512, 256, 128, 64, 32, 16, 8)
 # Larger passes cost slots: scratch takes at most this share of what is left for it and the arena.
