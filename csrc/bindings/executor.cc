@@ -116,7 +116,6 @@ void init_weights(nb::module_& m) {
       .def_static("resident_bytes", &Weights::resident_bytes, "program"_a, "Bytes that loading everything commits.")
       .def("load", &load_weight, "index"_a, "tensor"_a, "file"_a, "offset"_a, "nbytes"_a, "dtype"_a, "packed"_a = false,
            "crc"_a = nb::none(),
-
            "Reads a matrix or vector from a file: rows as files store them, or a matrix already in tile layout "
            "(packed). crc: the bytes' CRC-32C. HeadraceError names file, offset, tensor, expected and found.")
       .def(
