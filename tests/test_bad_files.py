@@ -88,7 +88,7 @@ ARCH = key("general.architecture", 8, string("olmoe"))
         (header([ARCH], num_keys=2**64 - 1), "key count"),
         (header([ARCH], num_keys=2), "truncated: key"),
         (header([ARCH, ARCH]), "key 'general.architecture' at offset 69 occurs twice"),
-        (header([key("a", 8, struct.pack("<Q", 2**63))]), "key 'a' at offset .* string of at most"),
+        (header([key("a", 8, struct.pack("<Q", 2**63))]), "truncated: key 'a' at offset 45 needs"),
         (header([key("a", 8, struct.pack("<Q", 1000) + b"x")]), "truncated: key 'a'"),
         (header([key("", 4, bytes(4)), ARCH]), "key at offset 24: expected a length"),
         (header([struct.pack("<Q", 2**40) + bytes(64)]), "key at offset 24: expected a length"),

@@ -113,7 +113,7 @@ def _read_header(path: Path) -> _Header:
     with opened(path) as (fd, size):
         if size == 0:
             raise HeadraceError(f"{path}: the file is empty; expected a GGUF")
-        r = HeaderReader(path, fd, size)
+        r = HeaderReader(path, fd, size, MAX_HEADER_BYTES)
         magic = r.take(min(4, size), "magic")
         if magic != MAGIC:
             raise HeadraceError(
@@ -146,7 +146,6 @@ def _read_header(path: Path) -> _Header:
             if key in metadata:
                 raise HeadraceError(f"{path}: key {shown(key)} at offset {at} occurs twice")
             metadata[key] = _value(r, key)
-            _bounded(r)
 
         tensors = []
         names: set[str] = set()
@@ -157,7 +156,6 @@ def _read_header(path: Path) -> _Header:
                 raise HeadraceError(f"{path}: tensor {shown(name)} at offset {at} occurs twice")
             names.add(name)
             tensors.append(_tensor_info(r, name))
-            _bounded(r)
         end = r.offset
 
     alignment = Fields(metadata, str(path)).integer("general.alignment", 32, 1, 1 << 24)
@@ -169,11 +167,6 @@ def _read_header(path: Path) -> _Header:
     return _Header(path, size, metadata, tensors, alignment, data_offset)
 
 
-def _bounded(r: HeaderReader) -> None:
-    if r.offset > MAX_HEADER_BYTES:
-        raise HeadraceError(f"{r.path}: the header is larger than {MAX_HEADER_BYTES} bytes")
-
-
 def _name_string(r: HeaderReader, what: str) -> str:
     at, n = r.offset, r.u64(what)
     if not 0 < n <= MAX_NAME_BYTES:
@@ -181,24 +174,7 @@ def _name_string(r: HeaderReader, what: str) -> str:
             f"{r.path}: {what} at offset {at}: expected a length from 1 to {MAX_NAME_BYTES}, found "
             f"{n}"
         )
-    return _text(r, r.take(n, what), at, what)
-
-
-def _text(r: HeaderReader, data: bytes, at: int, what: str) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise HeadraceError(f"{r.path}: {what} at offset {at} is not valid UTF-8") from None
-
-
-def _string(r: HeaderReader, key: str) -> str:
-    at, n = r.offset, int.from_bytes(r.take(8, key), "little")
-    if n > MAX_HEADER_BYTES:
-        raise HeadraceError(
-            f"{r.path}: {key} at offset {at}: expected a string of at most {MAX_HEADER_BYTES} "
-            f"bytes, found {n}"
-        )
-    return _text(r, r.take(n, key), at, key)
+    return r.text(n, what)
 
 
 def _value(r: HeaderReader, key: str) -> Any:
@@ -207,7 +183,7 @@ def _value(r: HeaderReader, key: str) -> Any:
     key = f"key {shown(key)}"
     at, kind = r.offset, r.u32(key)
     if kind == _STRING:
-        return _string(r, key)
+        return r.string(key)
     if kind in _SCALARS:
         return r.unpack(_SCALARS[kind], key)
     if kind != _ARRAY:
@@ -225,11 +201,7 @@ def _value(r: HeaderReader, key: str) -> Any:
             f"of {r.size} bytes, found {n}; truncated or damaged"
         )
     if item == _STRING:
-        strings = []
-        for _ in range(n):
-            strings.append(_string(r, key))
-            _bounded(r)
-        return strings
+        return r.strings(n, key)
     return np.frombuffer(r.take(n * item_bytes, key), _ARRAY_DTYPES[item])
 
 

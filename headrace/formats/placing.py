@@ -34,6 +34,13 @@ class FileTensor:
         )
 
 
+def no_place(t: FileTensor) -> HeadraceError:
+    return HeadraceError(
+        f"{t.title}: this tensor has no place in the model; to ignore it could change every result, "
+        "so the checkpoint is refused"
+    )
+
+
 @dataclass(frozen=True)
 class Placed:
     tensors: dict[str, TensorInfo]
@@ -196,8 +203,4 @@ class _Shelf:
     def refuse_rest(self) -> None:
         # A bias or a scale that is silently left out would change every result.
         for t in self.tensors.values():
-            count = len(self.tensors)
-            raise HeadraceError(
-                f"{t.title}: this tensor has no place in the model ({count} such); it would be "
-                "ignored, so the checkpoint is refused"
-            )
+            raise no_place(t)
