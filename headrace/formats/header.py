@@ -130,7 +130,7 @@ class HeaderReader:
         return self.text(self.u64(what), what)
 
     def strings(self, count: int, what: str) -> list[str]:
-        """Many at once: a vocabulary has 300,000, so those in the buffer are taken without calls."""
+        """Many at once: a vocabulary has 300,000, so those in the buffer take no calls."""
         length = struct.Struct("<Q").unpack_from
         strings: list[str] = []
         while len(strings) < count:

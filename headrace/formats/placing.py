@@ -36,8 +36,8 @@ class FileTensor:
 
 def no_place(t: FileTensor) -> HeadraceError:
     return HeadraceError(
-        f"{t.title}: this tensor has no place in the model; to ignore it could change every result, "
-        "so the checkpoint is refused"
+        f"{t.title}: this tensor has no place in the model; without it every result could be "
+        "another, so the checkpoint is refused"
     )
 
 
