@@ -98,9 +98,7 @@ def headrace(args: argparse.Namespace, model: str, limit_bytes: int | None) -> d
     command += ["--prompt", str(args.prompt), "--gen", str(args.gen), "-t", str(args.threads)]
     if limit_bytes is not None:
         command += ["--memory", str(limit_bytes)]
-    done = subprocess.run(
-        [*capped(limit_bytes), *command], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*capped(limit_bytes), *command], capture_output=True, text=True, check=False)
     if done.returncode:
         return {"failed": f"exit {done.returncode}: {done.stderr.strip()[-200:]}"}
     report = json.loads(done.stdout)
@@ -111,9 +109,7 @@ def headrace(args: argparse.Namespace, model: str, limit_bytes: int | None) -> d
 def llama(args: argparse.Namespace, options: list[str], limit_bytes: int | None) -> dict:
     command = [args.llama_bench, "-m", args.model, "-t", str(args.threads), "-o", "json", "-r", "1"]
     command += ["-p", str(args.prompt), "-n", str(args.gen), *options]
-    done = subprocess.run(
-        [*capped(limit_bytes), *command], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*capped(limit_bytes), *command], capture_output=True, text=True, check=False)
     if done.returncode:
         return {"failed": f"exit {done.returncode}"}
     prefill, decode = json.loads(done.stdout)
@@ -170,9 +166,7 @@ def summary(results: dict[str, list[dict]], disk_bytes_per_s: float) -> list[str
         decode = median(r["decode_tps"] for r in runs)
         read = peak = bound = ""
         if "decode" in runs[0]:
-            token_bytes = median(
-                r["decode"]["expert_bytes_read"] / r["generated_tokens"] for r in runs
-            )
+            token_bytes = median(r["decode"]["expert_bytes_read"] / r["generated_tokens"] for r in runs)
             read = f"{token_bytes / 1e6:.0f} MB"
             peak = f"{max(r['peak_rss_bytes'] for r in runs) / 2**20:.0f} MiB"
             if token_bytes:

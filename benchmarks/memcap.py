@@ -47,9 +47,7 @@ def main() -> int:
         return NO_CGROUP
     try:
         procs = group / "cgroup.procs"
-        done = subprocess.run(
-            command, preexec_fn=lambda: procs.write_text(str(os.getpid())), check=False
-        )
+        done = subprocess.run(command, preexec_fn=lambda: procs.write_text(str(os.getpid())), check=False)
         peak_bytes = (group / peak).read_text().strip() if (group / peak).exists() else "unknown"
         print(f"memcap: peak {peak_bytes} of {limit_bytes} bytes", file=sys.stderr)
         return done.returncode if done.returncode >= 0 else 128 - done.returncode

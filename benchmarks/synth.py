@@ -50,9 +50,7 @@ SHAPES = {
 }
 
 
-def write_synthetic(
-    path: Path, shape: Shape, dtype: str = "Q4_0", layers: int | None = None, seed: int = 0
-) -> None:
+def write_synthetic(path: Path, shape: Shape, dtype: str = "Q4_0", layers: int | None = None, seed: int = 0) -> None:
     """Matrices are of `dtype`, vectors and routers F32. The same arguments give the same file."""
     num_layers = layers or shape.num_hidden_layers
     tensors = dict(_tensors(shape, num_layers))
@@ -155,9 +153,7 @@ def _values(name: str, dtype: str, count: int, rng: np.random.Generator) -> Iter
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("out", type=Path)
     parser.add_argument("--dtype", choices=DTYPES, default="Q4_0")

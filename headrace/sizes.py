@@ -8,9 +8,7 @@ from fractions import Fraction
 from headrace.errors import HeadraceError
 
 _PREFIXES = "KMGT"
-_SIZE = re.compile(
-    rf"([0-9]{{1,20}}(?:\.[0-9]{{1,20}})?) ?(?:([{_PREFIXES}])(i?B)?|B)?", re.IGNORECASE
-)
+_SIZE = re.compile(rf"([0-9]{{1,20}}(?:\.[0-9]{{1,20}})?) ?(?:([{_PREFIXES}])(i?B)?|B)?", re.IGNORECASE)
 _MAX_BYTES = 2**63 - 1
 
 
@@ -21,9 +19,7 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise HeadraceError(
-            f"size {text!r}: expected a number and a unit, such as 2GiB, 1.5G, 2000MB or 4096"
-        )
+        raise HeadraceError(f"size {text!r}: expected a number and a unit, such as 2GiB, 1.5G, 2000MB or 4096")
     number, prefix, suffix = match.groups()
     if prefix is None and "." in number:
         raise HeadraceError(f"size {text!r}: no such thing as part of a byte; add a unit")

@@ -185,9 +185,7 @@ def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def gguf_metadata(
-    spec: Spec, vocabulary: bool = False, chat_template: str | None = None
-) -> dict[str, Any]:
+def gguf_metadata(spec: Spec, vocabulary: bool = False, chat_template: str | None = None) -> dict[str, Any]:
     keys: dict[str, Any] = {
         "general.name": f"tiny {spec.arch}",
         "block_count": spec.num_hidden_layers,
@@ -216,8 +214,7 @@ def gguf_metadata(
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": {"olmoe": "olmo", "qwen3moe": "qwen2"}[spec.arch],
         "tokenizer.ggml.tokens": tokens + padding,
-        "tokenizer.ggml.token_type": [control if t in special else normal for t in tokens]
-        + [unused] * len(padding),
+        "tokenizer.ggml.token_type": [control if t in special else normal for t in tokens] + [unused] * len(padding),
         "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.eos_token_id": tokens.index(end_token(spec)),
         "tokenizer.ggml.add_bos_token": False,
@@ -408,10 +405,7 @@ def tiny_tokenizer_json(spec: Spec) -> dict[str, Any]:
             "pretokenizers": [split, byte_level | {"use_regex": False}],
         }
     flags = ("single_word", "lstrip", "rstrip", "normalized")
-    added = [
-        {"id": tokens.index(t), "content": t, "special": True} | dict.fromkeys(flags, False)
-        for t in special
-    ]
+    added = [{"id": tokens.index(t), "content": t, "special": True} | dict.fromkeys(flags, False) for t in special]
     return {
         "version": "1.0",
         "truncation": None,

@@ -3,8 +3,8 @@
     python engine_child.py '{"model": PATH, "budget": "minimum" | "resident" | fraction | bytes, ...}'
 
 Keys: threads, tokens (ids), splits (lists of pass lengths; one session each), generate (greedy tokens after the
-last split), prompts (lists of ids; each is prefetched and decoded greedily in turn), kv, direct_io, max_rows.
-For each split: the SHA-256 of all rows' logits.
+last split), prompts (lists of ids; each is prefilled and decoded greedily in turn), kv, direct_io, max_rows,
+arena_records (shrinks the arena to so many experts: a small model's experts fit any budget). For each split: the SHA-256 of all rows' logits.
 """
 
 from __future__ import annotations
@@ -69,6 +69,9 @@ def main() -> None:
     }
     options["memory_bytes"] = budget_bytes(request, checkpoint, options)
     with Engine(checkpoint, EngineOptions(**options)) as engine:
+        if request.get("arena_records"):
+            largest = max(engine._source.record_bytes(i) for i in range(len(checkpoint.experts)))
+            engine.experts.resize(request["arena_records"] * largest)
         arena_at_start = engine.experts.arena_bytes
         hashes = [split_hash(engine, tokens, lengths) for lengths in request.get("splits", [])]
         greedy_ids = [greedy(engine, p, generate) for p in prompts]
@@ -78,10 +81,8 @@ def main() -> None:
             "minimum_bytes": engine.plan.minimum_bytes,
             "arena_bytes": arena_at_start,
             "arena_bytes_at_end": engine.experts.arena_bytes,
-            "expert_bytes": engine.experts.source.total_bytes(),
-            "largest_record_bytes": max(
-                engine.experts.source.record_bytes(i) for i in range(len(checkpoint.experts))
-            ),
+            "expert_bytes": engine._source.total_bytes(),
+            "largest_record_bytes": max(engine._source.record_bytes(i) for i in range(len(checkpoint.experts))),
             "counters": engine.counters(),
             "hashes": hashes,
             "greedy_ids": greedy_ids,

@@ -69,9 +69,7 @@ def test_special_tokens_are_named_only_where_they_exist():
 
 def test_tojson_does_not_escape_html():
     tool = {"name": "wéb<&>'", "args": [1, None, True]}
-    assert render_chat("{{ tools[0] | tojson }}", [], tools=[tool]) == json.dumps(
-        tool, ensure_ascii=False
-    )
+    assert render_chat("{{ tools[0] | tojson }}", [], tools=[tool]) == json.dumps(tool, ensure_ascii=False)
     text = render_chat("{{ tools[0] | tojson(indent=2) }}", [], tools=[tool])
     assert text == json.dumps(tool, ensure_ascii=False, indent=2)
 
@@ -120,12 +118,8 @@ def tokenizer():
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(
-        [AddedToken(t, normalized=False) for t in ("<bos>", "<|im_start|>", "<|im_end|>")]
-    )
-    backend.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", 256)]
-    )
+    backend.add_special_tokens([AddedToken(t, normalized=False) for t in ("<bos>", "<|im_start|>", "<|im_end|>")])
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 256)])
     return Tokenizer(backend, 259, 256, [258])
 
 
@@ -134,9 +128,7 @@ def test_encoding_adds_no_second_bos_and_parses_special_tokens(tokenizer):
     assert ids[:2] == [256, 257]
     assert [i for i in ids if i >= 256] == [256, 257, 258, 257, 258, 257]
     assert tokenizer.encode("hi")[0] == 256
-    assert tokenizer.decode(ids) == (
-        "system\nBe brief.\nuser\nWhat is a <headrace> & why?\nassistant\n"
-    )
+    assert tokenizer.decode(ids) == ("system\nBe brief.\nuser\nWhat is a <headrace> & why?\nassistant\n")
     assert encode_chat(tokenizer, "{{ eos_token }}", []) == [258]
 
 

@@ -20,9 +20,7 @@ def tokenizer():
     """256 byte tokens (ids as in the sorted stand-ins), two merges that end inside characters."""
     stand_ins = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(stand_ins)}
-    smiley = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(
-        "😀"
-    )
+    smiley = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str("😀")
     bytes_of_smiley = smiley[0][0]
     vocab[bytes_of_smiley[:2]] = 256
     vocab[bytes_of_smiley[:3]] = 257

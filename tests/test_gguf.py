@@ -74,9 +74,7 @@ def test_types_may_differ_from_tensor_to_tensor(tmp_path, spec):
 @pytest.mark.parametrize("qkv, gate_up", [(True, False), (False, True), (True, True)])
 def test_fused_tensors_are_cut(tmp_path, spec, qkv, gate_up):
     weights = random_weights(spec)
-    path = write_gguf(
-        tmp_path / "m.gguf", spec, weights, "Q8_0", fuse_qkv=qkv, fuse_gate_up=gate_up
-    )
+    path = write_gguf(tmp_path / "m.gguf", spec, weights, "Q8_0", fuse_qkv=qkv, fuse_gate_up=gate_up)
     assert len(gguf.GGUFReader(path).tensors) == len(fused(spec, weights, qkv, gate_up))
     assert_values(open_checkpoint(path), rounded(weights, "Q8_0"))
 
@@ -120,9 +118,7 @@ def test_tied_embeddings_serve_as_output(tmp_path):
 @pytest.mark.parametrize("per_file", [1, 7])
 def test_split_sets(tmp_path, per_file):
     weights = random_weights(QWEN3)
-    path = write_gguf(
-        tmp_path / "m.gguf", QWEN3, weights, "Q4_0", vocabulary=True, split_max_tensors=per_file
-    )
+    path = write_gguf(tmp_path / "m.gguf", QWEN3, weights, "Q4_0", vocabulary=True, split_max_tensors=per_file)
     checkpoint = open_checkpoint(path)
     assert len(checkpoint.files) == -(-len(weights) // per_file)
     assert_values(checkpoint, rounded(weights, "Q4_0"))
@@ -132,9 +128,7 @@ def test_split_sets(tmp_path, per_file):
 @pytest.mark.parametrize("alignment", [1, 8, 64, 4096])
 def test_alignment_of_the_data(tmp_path, alignment, monkeypatch):
     # The package's writer pads to its default only.
-    monkeypatch.setattr(
-        gguf.GGUFWriter, "ggml_pad", staticmethod(lambda x, n: -(-x // alignment) * alignment)
-    )
+    monkeypatch.setattr(gguf.GGUFWriter, "ggml_pad", staticmethod(lambda x, n: -(-x // alignment) * alignment))
     weights = random_weights(OLMOE)
     metadata = {"general.alignment": alignment}
     path = write_gguf(tmp_path / "m.gguf", OLMOE, weights, "Q4_0", metadata=metadata)
@@ -185,9 +179,7 @@ def test_neutral_settings_are_accepted(tmp_path):
 
 @SPECS
 def test_tokenizer_metadata(tmp_path, spec):
-    path = write_gguf(
-        tmp_path / "m.gguf", spec, random_weights(spec), vocabulary=True, chat_template="{{ x }}"
-    )
+    path = write_gguf(tmp_path / "m.gguf", spec, random_weights(spec), vocabulary=True, chat_template="{{ x }}")
     checkpoint = open_checkpoint(path)
     tokens, merges, _ = tiny_vocabulary()
     source = checkpoint.tokenizer.gguf

@@ -11,8 +11,8 @@ import pytest
 from golden import tiny_random
 
 from headrace.formats import open_checkpoint
-from headrace.models.families import build_graph
 from headrace.models.blocks import INV_FREQ, inverse_frequencies
+from headrace.models.families import build_graph
 from headrace.reference import Reference, ReferenceSession
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -30,10 +30,7 @@ SPECS = pytest.mark.parametrize("spec", [OLMOE, QWEN3], ids=lambda s: s.arch)
 
 
 def rounded(weights, dtype):
-    return {
-        name: decode(encode(values, dtype), dtype).reshape(values.shape)
-        for name, values in weights.items()
-    }
+    return {name: decode(encode(values, dtype), dtype).reshape(values.shape) for name, values in weights.items()}
 
 
 @SPECS

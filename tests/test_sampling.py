@@ -1,5 +1,7 @@
 """Sampling against a straightforward NumPy implementation: full sort, np.exp, running sums."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -53,9 +55,7 @@ def test_distribution_is_the_reference(kind, size):
                 found = distribution(Sampler(temperature, top_p, top_k, seed=0), logits)
                 assert found.keys() == expected.keys()
                 ids = list(expected)
-                np.testing.assert_allclose(
-                    [found[i] for i in ids], [expected[i] for i in ids], rtol=1e-9, atol=1e-12
-                )
+                np.testing.assert_allclose([found[i] for i in ids], [expected[i] for i in ids], rtol=1e-9, atol=1e-12)
 
 
 def test_large_vocabularies_take_the_reference_tokens():
@@ -215,6 +215,19 @@ def test_defaults_of_the_checkpoint_else_greedy():
         sampler_from_defaults({**qwen, "top_p": "high"})
     with pytest.raises(HeadraceError, match="temperature: expected a number >= 0, found -2"):
         sampler_from_defaults({**qwen, "temperature": -2})
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal", "peaked"])
+def test_memory_stays_small(kind):
+    """The memory plan counts it."""
+    logits = make_logits(kind, 100_000)
+    for settings in ((0.0,), (1.0,), (1.0, 0.9), (1.0, 0.9999), (1.0, 0.9, 20)):
+        sampler = Sampler(*settings, seed=0)
+        tracemalloc.start()
+        sampler.sample(logits)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak_bytes <= 28 * logits.size
 
 
 def test_exp_is_exact_to_the_last_bits():

@@ -169,9 +169,7 @@ def test_the_tokenizer_is_the_source_s(tmp_path, spec):
 
 
 def test_a_hugging_face_tokenizer_is_kept_byte_for_byte(tmp_path):
-    source = write_hf(
-        tmp_path / "hf", QWEN3, random_weights(QWEN3), vocabulary=True, chat_template="t"
-    )
+    source = write_hf(tmp_path / "hf", QWEN3, random_weights(QWEN3), vocabulary=True, chat_template="t")
     pack_store(open_checkpoint(source), tmp_path / "s", silent)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "s" / name).read_bytes() == (source / name).read_bytes()

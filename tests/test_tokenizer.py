@@ -201,7 +201,7 @@ def test_special_tokens_are_parsed_but_not_shown(metadata, reference):
 
 def test_stop_tokens_come_from_config_and_tokenizer(metadata, reference):
     endoftext, im_end = (reference.token_to_id(t) for t in ("<|endoftext|>", "<|im_end|>"))
-    assert load(metadata).eos_token_ids == tuple(sorted((endoftext, im_end)))
+    assert load(metadata).eos_token_ids == (endoftext, im_end)
     tok = load(metadata, eos_token_ids=(65,))
     assert stop_token_ids(config(1000, eos_token_ids=(65,)), tok) == {65, endoftext, im_end}
     assert tok.decode([65, 66]) == tok.decode([66])  # an end token is not shown
@@ -233,10 +233,16 @@ def test_tokenizer_config_names_bos_and_eos(reference, tmp_path):
     path.write_text(reference.to_str(), encoding="utf-8")
     settings = {"bos_token": {"content": "<|im_start|>"}, "eos_token": "<think>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    tok = load_tokenizer(TokenizerSource(tokenizer_json=path), config(1000))
+    own = config(1000, bos_token_id=5, eos_token_ids=(6,))
+    tok = load_tokenizer(TokenizerSource(tokenizer_json=path), own)
     assert tok.token_text(tok.bos_token_id) == "<|im_start|>"
-    assert reference.token_to_id("<think>") in tok.eos_token_ids
+    assert tok.eos_token_ids[:2] == (reference.token_to_id("<think>"), 6)
     assert tok.token_text(None) is None
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null, "eos_token": 7}')
+    tok = load_tokenizer(TokenizerSource(tokenizer_json=path), own)
+    assert tok.bos_token_id is None and tok.eos_token_ids[0] == 6
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert load_tokenizer(TokenizerSource(tokenizer_json=path), own).bos_token_id == 5
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(HeadraceError, match=r"tokenizer_config\.json: not JSON"):
         load_tokenizer(TokenizerSource(tokenizer_json=path), config(1000))

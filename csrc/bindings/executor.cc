@@ -1,13 +1,11 @@
 #include "executor/executor.h"
 
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <atomic>
 #include <chrono>
-#include <optional>
 #include <string>
 
 #include "bindings/bindings.h"
@@ -55,22 +53,23 @@ DType to_dtype(uint32_t value) {
   return static_cast<DType>(value);
 }
 
+uint64_t vocab_size(const Program& program) { return program.values[program.logits].width; }
+
 Program program_from_bytes(nb::bytes data) {
   return parse_program({static_cast<const uint8_t*>(data.data()), data.size()});
 }
 
 void load_weight(Weights& weights, uint32_t index, const std::string& tensor, const std::string& file, uint64_t offset,
-                 uint64_t nbytes, uint32_t dtype, bool packed, std::optional<uint32_t> crc) {
+                 uint64_t nbytes, uint32_t dtype, bool packed, bool check_crc, uint32_t crc) {
   const DType type = to_dtype(dtype);
   nb::gil_scoped_release release;
-  weights.load(index, tensor, file, offset, nbytes, type, packed, crc.has_value(), crc.value_or(0));
+  weights.load(index, tensor, file, offset, nbytes, type, packed, check_crc, crc);
 }
 
 void run_pass(Executor& executor, Vector<int32_t> tokens, Vector<uint32_t> sequences,
               const std::vector<SessionState*>& states, Vector<uint32_t> out_rows, Logits logits,
               const CancelFlag* cancel) {
-  const Program& program = executor.program();
-  const uint64_t vocab = program.values[program.logits].width;
+  const uint64_t vocab = vocab_size(executor.program());
   if (logits.shape(0) != out_rows.shape(0) || logits.shape(1) != vocab)
     throw Error("pass: logits of shape [" + std::to_string(logits.shape(0)) + ", " + std::to_string(logits.shape(1)) +
                 "], expected [" + std::to_string(out_rows.shape(0)) + ", " + std::to_string(vocab) + "]");
@@ -106,18 +105,17 @@ void init_program(nb::module_& m) {
       .def_ro("max_rows", &Program::max_rows, "Rows of the largest pass.")
       .def_ro("max_out_rows", &Program::max_out_rows, "Rows whose logits one pass can return.")
       .def_ro("scratch_bytes", &Program::scratch_bytes, "What an executor commits for values and workspaces.")
-      .def_prop_ro(
-          "vocab_size", [](const Program& p) { return p.values[p.logits].width; }, "Columns of the logits.");
+      .def_prop_ro("vocab_size", [](const Program& p) { return p.values[p.logits].width; }, "Columns of the logits.");
 }
 
 void init_weights(nb::module_& m) {
   nb::class_<Weights>(m, "Weights", "The trunk: all resident tensors of a program, and its embedding table.")
       .def(nb::init<const Program&>(), "program"_a, "Reserves memory; loading commits it.")
       .def_static("resident_bytes", &Weights::resident_bytes, "program"_a, "Bytes that loading everything commits.")
-      .def("load", &load_weight, "index"_a, "tensor"_a, "file"_a, "offset"_a, "nbytes"_a, "dtype"_a,
-           nb::kw_only(), "packed"_a = false, "crc"_a = nb::none(),
+      .def("load", &load_weight, "index"_a, "tensor"_a, "file"_a, "offset"_a, "nbytes"_a, "dtype"_a, "packed"_a = false,
+           "check_crc"_a = false, "crc"_a = 0,
            "Reads a matrix or vector from a file: rows as files store them, or a matrix already in tile layout "
-           "(packed). crc: the bytes' CRC-32C, to be checked. HeadraceError names file, offset, expected and found.")
+           "(packed). crc: the bytes' CRC-32C. HeadraceError names file, offset, tensor, expected and found.")
       .def(
           "set_vector",
           [](Weights& w, uint32_t index, Vector<float> data) {
@@ -164,8 +162,8 @@ void init_executor(nb::module_& m) {
           "__init__",
           [](Executor* self, const Program& program, const Weights& weights, ExpertMemory* experts,
              uint32_t num_threads) { new (self) Executor(program, weights, experts, num_threads); },
-          "program"_a, "weights"_a, "experts"_a.none(), "num_threads"_a, nb::keep_alive<1, 3>(),
-          nb::keep_alive<1, 4>(), "num_threads counts the caller. Commits the program's scratch.")
+          "program"_a, "weights"_a, "experts"_a.none(), "num_threads"_a, nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+          "num_threads counts the caller. Commits the program's scratch.")
       .def("run", &run_pass, "tokens"_a.noconvert(), "sequences"_a.noconvert(), "states"_a, "out_rows"_a.noconvert(),
            "logits"_a.noconvert(), "cancel"_a.none() = nb::none(),
            "One pass over n rows. tokens: int32 [n]; sequences: uint32 [n], indices into states, each sequence's rows "
@@ -173,6 +171,8 @@ void init_executor(nb::module_& m) {
            "have grown; on an exception none has. HeadraceError(\"cancelled\") if `cancel` was set; a signal "
            "handler's exception (KeyboardInterrupt) is raised within some 50 ms.")
       .def_prop_ro("num_threads", &Executor::num_threads)
+      .def_prop_ro(
+          "vocab_size", [](const Executor& e) { return vocab_size(e.program()); }, "Columns of the logits.")
       .def_prop_ro("op_seconds", &op_seconds, "Time spent in each op since construction, by the op's name.");
 }
 

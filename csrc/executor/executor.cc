@@ -36,9 +36,9 @@ std::string str(uint64_t n) { return std::to_string(n); }
 
 void check_shape(const Program& program, const Pass& pass) {
   const size_t n = pass.tokens.size();
-  if (n < 1 || n > program.max_rows)
-    throw Error("pass: " + str(n) + " rows, expected 1 to " + str(program.max_rows));
-  if (pass.sequences.size() != n) throw Error("pass: " + str(pass.sequences.size()) + " sequences for " + str(n) + " rows");
+  if (n < 1 || n > program.max_rows) throw Error("pass: " + str(n) + " rows, expected 1 to " + str(program.max_rows));
+  if (pass.sequences.size() != n)
+    throw Error("pass: " + str(pass.sequences.size()) + " sequences for " + str(n) + " rows");
   if (pass.out_rows.size() > program.max_out_rows)
     throw Error("pass: " + str(pass.out_rows.size()) + " rows of logits, expected at most " +
                 str(program.max_out_rows));

@@ -134,8 +134,7 @@ class ExpertsPass {
     jobs_.assign(1, {slot, 0, num_routes});
     compute();
     ctx_.each_row(num_routes, op_.hidden, [&](uint32_t i) {  // an expert meets a row only once
-      ctx_.kernels.accumulate(map_.weights[route + i], rows_.out[i], ctx_.f32(op_.y, map_.rows[route + i]),
-                              op_.hidden);
+      ctx_.kernels.accumulate(map_.weights[route + i], rows_.out[i], ctx_.f32(op_.y, map_.rows[route + i]), op_.hidden);
     });
   }
 

@@ -20,7 +20,7 @@ size_t value_row_bytes(const ValueInfo& v) { return v.kind == ValueKind::kQ8 ? q
 
 uint32_t PassContext::num_rows(uint32_t value) const {
   return static_cast<uint32_t>(program.values[value].extent == Extent::kRows ? pass.tokens.size()
-                                                                              : pass.out_rows.size());
+                                                                             : pass.out_rows.size());
 }
 
 uint8_t* PassContext::bytes(uint32_t value, uint32_t row) const {
@@ -110,9 +110,8 @@ void run_linear(const PassContext& ctx, const OpInfo& op) {
 void run_rope_angles(const PassContext& ctx, const OpInfo& op) {
   const uint32_t y = op.outputs[0], half = static_cast<uint32_t>(ctx.program.values[y].width / 2);
   const float* inv_freq = ctx.weights.vector(op.weights[0]);
-  ctx.each_row(ctx.num_rows(y), 64 * half, [&](uint32_t row) {
-    ctx.kernels.rope_angles(ctx.positions[row], inv_freq, half, ctx.f32(y, row));
-  });
+  ctx.each_row(ctx.num_rows(y), 64 * half,
+               [&](uint32_t row) { ctx.kernels.rope_angles(ctx.positions[row], inv_freq, half, ctx.f32(y, row)); });
 }
 
 void run_rope(const PassContext& ctx, const OpInfo& op) {

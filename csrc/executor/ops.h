@@ -32,7 +32,7 @@ struct ExpertJob {
 
 // Row pointers, as kernels take them.
 struct RowPointers {
-  std::vector<const void*> x, h;        // inputs of a linear, or of gate and up; of down
+  std::vector<const void*> x, h;         // inputs of a linear, or of gate and up; of down
   std::vector<float*> y, gate, up, out;  // their outputs
 };
 
@@ -40,9 +40,9 @@ struct RowPointers {
 struct OpBuffers {
   RouteMap routes;
   RowPointers rows;
-  std::vector<uint32_t> order;                 // of rows by token
-  std::vector<std::vector<float>> attention;   // per thread
-  std::vector<uint32_t> taken;                 // by ExpertMemory::take
+  std::vector<uint32_t> order;                // of rows by token
+  std::vector<std::vector<float>> attention;  // per thread
+  std::vector<uint32_t> taken;                // by ExpertMemory::take
   std::vector<ExpertJob> jobs;
 };
 

@@ -64,8 +64,7 @@ def run(options: RunOptions) -> None:
     if len(prompt_ids) > context:
         raise HeadraceError(
             f"the prompt has {len(prompt_ids)} tokens, the context holds {context}"
-            f" (the model's limit is {limit}); shorten the prompt"
-            + (" or raise -c" if context < limit else "")
+            f" (the model's limit is {limit}); shorten the prompt" + (" or raise -c" if context < limit else "")
         )
     engine_options = EngineOptions(
         context=context,

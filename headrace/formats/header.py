@@ -43,9 +43,7 @@ def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
         except OSError as e:
             raise HeadraceError(f"{path}: read at offset {offset + done}: {e.strerror}") from None
         if not count:
-            raise HeadraceError(
-                f"{path}: truncated: expected {len(buffer)} bytes at offset {offset}, found {done}"
-            )
+            raise HeadraceError(f"{path}: truncated: expected {len(buffer)} bytes at offset {offset}, found {done}")
         done += count
 
 

@@ -66,9 +66,7 @@ def pack_store(checkpoint: Checkpoint, destination: Path, progress: Progress) ->
     total = _packed_bytes(checkpoint)
     free = shutil.disk_usage(parent).free
     if free < total:
-        raise HeadraceError(
-            f"{parent}: not enough space: the store needs {total} bytes, {free} are free"
-        )
+        raise HeadraceError(f"{parent}: not enough space: the store needs {total} bytes, {free} are free")
 
     partial = parent / f".{destination.name}.{secrets.token_hex(4)}.partial"
     try:
@@ -182,9 +180,7 @@ class _Source:
             read_into(self._fds[file], piece.data, at, self.checkpoint.files[file])
             yield piece.reshape(n, row_bytes)
 
-    def tiles(
-        self, file: int, offset: int, dtype: DType, rows: int, cols: int
-    ) -> Iterator[np.ndarray]:
+    def tiles(self, file: int, offset: int, dtype: DType, rows: int, cols: int) -> Iterator[np.ndarray]:
         """A matrix in tile16, in pieces of whole tiles; each valid until the next."""
         for piece in self.rows(file, offset, dtype.row_bytes(cols), rows):
             n = len(piece)

@@ -49,9 +49,7 @@ def read_safetensors(path: Path, file: int) -> dict[str, FileTensor]:
         dtype = _DTYPES.get(fields.text("dtype"))
         if dtype is None:
             supported = ", ".join(_DTYPES)
-            raise HeadraceError(
-                f"{title}: {shown(info['dtype'])} is not supported; supported: {supported}"
-            )
+            raise HeadraceError(f"{title}: {shown(info['dtype'])} is not supported; supported: {supported}")
         shape, offsets = fields.items("shape"), fields.items("data_offsets")
         if len(shape) > MAX_DIMS or not all(type(d) is int and 0 < d < 2**31 for d in shape):
             raise fields.wrong("shape", f"up to {MAX_DIMS} dimensions from 1 to 2147483647")

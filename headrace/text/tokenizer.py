@@ -72,7 +72,7 @@ class Tokenizer:
 
     vocab_size: one more than the highest id that has text; the embedding table may have more rows.
     bos_token_id: the token that begins a sequence, for chat templates; None where there is none.
-    eos_token_ids: the tokens that end generation, ascending.
+    eos_token_ids: the tokens that end generation; the first is eos_token in chat templates.
     """
 
     vocab_size: int
@@ -88,7 +88,7 @@ class Tokenizer:
     ) -> None:
         self.vocab_size = vocab_size
         self.bos_token_id = bos_token_id
-        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self._backend = backend
         self._added = backend.get_added_tokens_decoder()
         special = {token_id for token_id, token in self._added.items() if token.special}
@@ -156,8 +156,9 @@ def load_tokenizer(source: TokenizerSource, config: ModelConfig) -> Tokenizer | 
         _check_added_ids(backend, text, where)
         del text
         settings = _tokenizer_config(source.tokenizer_json.with_name("tokenizer_config.json"))
-        bos_token = settings.get("bos_token") if bos_token is None else bos_token
-        eos_tokens.append(settings.get("eos_token"))
+        # What Hugging Face gives to chat templates: these, and not config.json's ids.
+        bos_token = settings.get("bos_token", bos_token)
+        eos_tokens.insert(0, settings.get("eos_token"))
     elif source.gguf is not None and source.gguf.get("tokenizer.ggml.model", "none") != "none":
         where = "GGUF tokenizer"
         num_tokens = len(_strings(source.gguf, "tokenizer.ggml.tokens"))
@@ -176,8 +177,7 @@ def load_tokenizer(source: TokenizerSource, config: ModelConfig) -> Tokenizer | 
     around = backend.encode("").ids
     if any(token_id >= config.vocab_size for token_id in around):
         raise HeadraceError(
-            f"{where}: adds tokens {around} to every text, but the embedding table has "
-            f"{config.vocab_size} rows"
+            f"{where}: adds tokens {around} to every text, but the embedding table has {config.vocab_size} rows"
         )
 
     def token_id(token: object) -> int | None:
@@ -185,9 +185,7 @@ def load_tokenizer(source: TokenizerSource, config: ModelConfig) -> Tokenizer | 
 
     bos_id = token_id(bos_token)
     if bos_id is not None and not 0 <= bos_id < config.vocab_size:
-        raise HeadraceError(
-            f"config: bos_token_id {bos_id} is outside the vocabulary of {config.vocab_size}"
-        )
+        raise HeadraceError(f"config: bos_token_id {bos_id} is outside the vocabulary of {config.vocab_size}")
     eos_ids = [i for token in eos_tokens if (i := token_id(token)) is not None]
     added = backend.get_added_tokens_decoder()
     eos_ids += [i for i, token in added.items() if token.special and token.content in _END_TOKENS]
@@ -202,9 +200,7 @@ def tokenizer_json_from_gguf(metadata: dict[str, object]) -> str:
     """
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
-        raise HeadraceError(
-            f"tokenizer.ggml.model: {model!r} is not supported; supported: 'gpt2' (byte-level BPE)"
-        )
+        raise HeadraceError(f"tokenizer.ggml.model: {model!r} is not supported; supported: 'gpt2' (byte-level BPE)")
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in _PRE_TOKENIZERS:
         supported = ", ".join(map(repr, _PRE_TOKENIZERS))
@@ -272,9 +268,7 @@ def _checked_merges(merges: Sequence[str]) -> Iterator[str | list[str]]:
     for rank, merge in enumerate(merges):
         pair = merge.split(" ")
         if len(pair) != 2 or not all(pair):
-            raise HeadraceError(
-                f"tokenizer.ggml.merges: entry {rank} is {merge!r}; expected two tokens and a space"
-            )
+            raise HeadraceError(f"tokenizer.ggml.merges: entry {rank} is {merge!r}; expected two tokens and a space")
         yield pair if in_pairs else merge
 
 
@@ -292,14 +286,10 @@ def _token_types(metadata: dict[str, object], num_tokens: int) -> Sequence[int]:
         return [_NORMAL] * num_tokens
     if not isinstance(types, list) or len(types) != num_tokens:
         found = len(types) if isinstance(types, list) else type(types).__name__
-        raise HeadraceError(
-            f"tokenizer.ggml.token_type: expected {num_tokens} types, found {found}"
-        )
+        raise HeadraceError(f"tokenizer.ggml.token_type: expected {num_tokens} types, found {found}")
     for token_id, kind in enumerate(types):
         if kind not in range(_NORMAL, _BYTE + 1):
-            raise HeadraceError(
-                f"tokenizer.ggml.token_type: token {token_id} has type {kind!r}; expected 1 to 6"
-            )
+            raise HeadraceError(f"tokenizer.ggml.token_type: token {token_id} has type {kind!r}; expected 1 to 6")
     return types
 
 
@@ -310,9 +300,7 @@ def _check_unique(tokens: Sequence[str], types: Sequence[int]) -> None:
     first: dict[str, int] = {}
     for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind != _UNUSED and first.setdefault(token, token_id) != token_id:
-            raise HeadraceError(
-                f"tokenizer.ggml.tokens: tokens {first[token]} and {token_id} are both {token!r}"
-            )
+            raise HeadraceError(f"tokenizer.ggml.tokens: tokens {first[token]} and {token_id} are both {token!r}")
 
 
 def _id(metadata: dict[str, object], name: str) -> int | None:
@@ -344,9 +332,7 @@ def _post_processor(metadata: dict[str, object], tokens: Sequence[str]) -> dict[
             continue
         token_id = _id(metadata, name)
         if token_id is None:
-            raise HeadraceError(
-                f"tokenizer.ggml.{flag} is set, but tokenizer.ggml.{name} is missing"
-            )
+            raise HeadraceError(f"tokenizer.ggml.{flag} is set, but tokenizer.ggml.{name} is missing")
         token = tokens[token_id]
         special_tokens[token] = {"id": token, "ids": [token_id], "tokens": [token]}
         entry = {"SpecialToken": {"id": token, "type_id": 0}}
@@ -366,9 +352,7 @@ def _read(path: Path) -> str:
     try:
         size_bytes = path.stat().st_size
         if size_bytes > _MAX_JSON_BYTES:
-            raise HeadraceError(
-                f"{path}: {size_bytes} bytes; a tokenizer.json has at most {_MAX_JSON_BYTES}"
-            )
+            raise HeadraceError(f"{path}: {size_bytes} bytes; a tokenizer.json has at most {_MAX_JSON_BYTES}")
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise HeadraceError(f"{path}: {error.strerror}") from None
@@ -376,8 +360,8 @@ def _read(path: Path) -> str:
         raise HeadraceError(f"{path}: byte {error.start} is not UTF-8") from None
 
 
-def _tokenizer_config(path: Path) -> dict[str, object]:
-    """The special tokens' texts in a Hugging Face directory; empty where the file is missing."""
+def _tokenizer_config(path: Path) -> dict[str, str | None]:
+    """The texts of BOS and EOS in a Hugging Face directory, None for none, absent if not said."""
     if not path.is_file():
         return {}
     try:
@@ -387,9 +371,10 @@ def _tokenizer_config(path: Path) -> dict[str, object]:
     if not isinstance(settings, dict):
         raise HeadraceError(f"{path}: expected a JSON object, found {type(settings).__name__}")
     texts = {}
-    for key in ("bos_token", "eos_token"):
-        value = settings.get(key)
-        texts[key] = value.get("content") if isinstance(value, dict) else value
+    for key in settings.keys() & {"bos_token", "eos_token"}:
+        value = settings[key]
+        text = value.get("content") if isinstance(value, dict) else value
+        texts[key] = text if isinstance(text, str) else None
     return texts
 
 
@@ -409,8 +394,7 @@ def _parse(text: str, where: str) -> tokenizers.Tokenizer:
         if not isinstance(part, expected):
             found = "nothing" if part is None else type(part).__name__
             raise HeadraceError(
-                f"{where}: only byte-level BPE is supported; expected {expected.__name__}, "
-                f"found {found}"
+                f"{where}: only byte-level BPE is supported; expected {expected.__name__}, found {found}"
             )
     # Settings for training; here they would cut, pad or blur a prompt.
     backend.no_truncation()

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+
 from golden import tiny_random
 
 
@@ -46,9 +47,7 @@ def main() -> None:
     for family in tiny_random.CONFIGS:
         with tempfile.TemporaryDirectory() as directory:
             logits = transformers_logits(tiny_random.write(family, Path(directory)))
-        np.savez_compressed(
-            Path(__file__).parent / f"{family}.npz", logits=logits, versions=np.array(versions)
-        )
+        np.savez_compressed(Path(__file__).parent / f"{family}.npz", logits=logits, versions=np.array(versions))
         print(family, logits.shape, f"std {logits.std():.4f}", versions)
 
 
