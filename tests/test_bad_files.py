@@ -257,9 +257,7 @@ def test_quantized_vectors_are_refused(tmp_path):
 def test_unsupported_types_are_named_with_their_tensor(tmp_path):
     path = tmp_path / "m.gguf"
     write_gguf(path, TINY, random_weights(TINY), overrides={"ffn_up": "Q5_0"})
-    fails(
-        path, "'blk.0.ffn_up_exps.weight': Q5_0 is not supported; supported: F32, F16, Q4_0, Q8_0"
-    )
+    fails(path, "'blk.0.ffn_up_exps.weight': Q5_0 is not supported; supported: F32, F16, Q4_0, Q8_0")
 
 
 def test_a_header_without_bound_is_refused(tmp_path):
@@ -467,9 +465,7 @@ def test_experts_of_different_types(tmp_path):
     weight_map = dict.fromkeys(tensors, "a.safetensors") | dict.fromkeys(odd, "b.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(
-        HeadraceError, match="expected F32 like the layer's other experts, found BF"
-    ):
+    with pytest.raises(HeadraceError, match="expected F32 like the layer's other experts, found BF"):
         open_checkpoint(tmp_path)
 
 

@@ -95,13 +95,13 @@ class HeaderReader:
         """Makes the buffer begin at the current offset and hold at least nbytes."""
         if nbytes > self.remaining:
             raise HeadraceError(
-                f"{self.path}: truncated: {what} at offset {self.offset} needs {nbytes} bytes, "
-                f"the file ends after {self.remaining}"
+                f"{self.path}: truncated: {what} at offset {self.offset} needs {nbytes} bytes, the file ends after "
+                f"{self.remaining}"
             )
         if self.offset + nbytes > self._limit_bytes:
             raise HeadraceError(
-                f"{self.path}: {what} at offset {self.offset} needs {nbytes} bytes: "
-                f"the header is larger than {self._limit_bytes} bytes"
+                f"{self.path}: {what} at offset {self.offset} needs {nbytes} bytes: the header is larger than "
+                f"{self._limit_bytes} bytes"
             )
         count = min(max(nbytes, _BUFFER_BYTES), self.remaining)
         buffer = read_at(self._fd, count, self.offset, self.path)

@@ -98,13 +98,8 @@ def _tensors(path: Path) -> tuple[tuple[Path, ...], dict[str, FileTensor]]:
         return (single,), read_safetensors(single, 0)
     if not index.exists():
         if any(path.glob("pytorch_model*.bin")):
-            raise HeadraceError(
-                f"{path}: PyTorch .bin weights are not supported; save the checkpoint as "
-                "safetensors"
-            )
-        raise HeadraceError(
-            f"{path}: expected {_SINGLE} or {_INDEX} beside config.json, found neither"
-        )
+            raise HeadraceError(f"{path}: PyTorch .bin weights are not supported; save the checkpoint as safetensors")
+        raise HeadraceError(f"{path}: expected {_SINGLE} or {_INDEX} beside config.json, found neither")
     weight_map = Fields(read_json(index), str(index)).fields("weight_map")
     names = sorted({weight_map.text(tensor) for tensor in weight_map.values})
     for name in names:
@@ -120,15 +115,11 @@ def _tensors(path: Path) -> tuple[tuple[Path, ...], dict[str, FileTensor]]:
             if name in tensors:
                 raise HeadraceError(f"{tensor.title}: the name occurs in another shard too")
             if weight_map.values.get(name) != file.name:
-                raise HeadraceError(
-                    f"{tensor.title}: {_INDEX} places it in {shown(weight_map.values.get(name))}"
-                )
+                raise HeadraceError(f"{tensor.title}: {_INDEX} places it in {shown(weight_map.values.get(name))}")
             tensors[name] = tensor
     for name, file_name in weight_map.values.items():
         if name not in tensors:
-            raise HeadraceError(
-                f"{path / file_name}: tensor {shown(name)} is missing; {_INDEX} places it there"
-            )
+            raise HeadraceError(f"{path / file_name}: tensor {shown(name)} is missing; {_INDEX} places it there")
     return files, tensors
 
 

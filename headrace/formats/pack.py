@@ -243,8 +243,7 @@ class _Output:
             return function(*args)
         except OSError as e:
             raise HeadraceError(
-                f"{self.path.name}: write at offset {self.offset}: {e.strerror}; the store was not "
-                "made"
+                f"{self.path.name}: write at offset {self.offset}: {e.strerror}; the store was not made"
             ) from None
 
 
