@@ -212,15 +212,23 @@ inline void quant_tokens(const Matrix& w, uint32_t tile, const void* const* x, f
   store_tile<kTokens>(w, tile, acc, y);
 }
 
+// n < kTokens + 1 activation rows.
+template <class Quant, uint32_t kTokens>
+inline void quant_rest(const Matrix& w, uint32_t tile, const void* const* x, uint32_t n, float* const* y) {
+  if (n == kTokens) {
+    quant_tokens<Quant, kTokens>(w, tile, x, y);
+  } else if constexpr (kTokens > 1) {
+    quant_rest<Quant, kTokens - 1>(w, tile, x, n, y);
+  }
+}
+
 template <class Quant>
 void quant_matmul(const Matrix& w, const void* const* x, uint32_t n, float* const* y, uint32_t tile_begin,
                   uint32_t tile_end) {
   for (uint32_t tile = tile_begin; tile < tile_end; ++tile) {
     uint32_t t = 0;
     for (; t + 8 <= n; t += 8) quant_tokens<Quant, 8>(w, tile, x + t, y + t);
-    if (n - t >= 4) quant_tokens<Quant, 4>(w, tile, x + t, y + t), t += 4;
-    if (n - t >= 2) quant_tokens<Quant, 2>(w, tile, x + t, y + t), t += 2;
-    if (n - t >= 1) quant_tokens<Quant, 1>(w, tile, x + t, y + t);
+    quant_rest<Quant, 7>(w, tile, x + t, n - t, y + t);
   }
 }
 
