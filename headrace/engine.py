@@ -114,7 +114,7 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
         expert_bytes=source.total_bytes(),
         scratch_bytes=scratch_bytes,
     )
-    gc.collect()
+    _release_free_memory()
     readings = Readings(
         rss_bytes=machine.rss_bytes(),
         peak_rss_bytes=machine.peak_rss_bytes(),
@@ -128,6 +128,12 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
         context=options.context,
         prompt_rows=options.max_rows or min(options.prompt_rows, options.context),
     )
+
+
+def _release_free_memory() -> None:
+    """So that what was needed for a moment (parsing a vocabulary) does not count as held."""
+    gc.collect()
+    _core.release_free_memory()
 
 
 def _expert_source(checkpoint: Checkpoint) -> _core.ExpertSource:
@@ -161,7 +167,7 @@ class Engine:
     def _take_arena(self) -> None:
         """Everything else is in memory now: what is left of the budget, less the reserve, is the arena's."""
         p = self.plan
-        gc.collect()
+        _release_free_memory()
         held = machine.rss_bytes() - self.experts.committed_bytes
         rest = p.budget_bytes - held - p.reserve_bytes - p.logits_bytes - p.threads_bytes
         rest -= page_table_bytes(p.budget_bytes)

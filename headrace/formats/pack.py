@@ -45,8 +45,8 @@ from headrace.text.tokenizer import tokenizer_json_from_gguf
 
 Progress = Callable[[int, int], None]  # (done_bytes, total_bytes)
 
-# Dirty pages are written out along the way, so that the end does not wait for the disk.
-_SYNC_BYTES = 256 << 20
+# Dirty pages are written out along the way: the end need not wait for the disk, nor Ctrl-C for a long sync.
+_SYNC_BYTES = 32 << 20
 
 
 def pack_store(checkpoint: Checkpoint, destination: Path, progress: Progress) -> int:
@@ -243,8 +243,7 @@ class _Output:
             return function(*args)
         except OSError as e:
             raise HeadraceError(
-                f"{self.path.name}: write at offset {self.offset}: {e.strerror}; the store was not "
-                "made"
+                f"{self.path.name}: write at offset {self.offset}: {e.strerror}; the store was not made"
             ) from None
 
 
