@@ -1,7 +1,132 @@
+// Expert sources and the arena. A layer is given as headrace.formats.checkpoint.LayerExperts.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <tuple>
+#include <vector>
+
 #include "bindings/bindings.h"
+#include "experts/expert_memory.h"
+#include "support/error.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace headrace {
+namespace {
 
-void init_experts(nanobind::module_&) {}
+template <class T>
+using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
+
+std::vector<ExpertExtent> read_extents(const Array<uint32_t>& file, const Array<uint64_t>& offset, size_t count) {
+  if (file.size() != count || offset.size() != count) {
+    throw Error("expert source: expected " + std::to_string(count) + " files and offsets a layer, found " +
+                std::to_string(file.size()) + " and " + std::to_string(offset.size()));
+  }
+  std::vector<ExpertExtent> extents(count);
+  for (size_t i = 0; i < count; ++i) extents[i] = {file.data()[i], offset.data()[i]};
+  return extents;
+}
+
+LayerExperts read_layer(nb::handle layer) {
+  LayerExperts out;
+  const auto parts = nb::cast<std::vector<std::tuple<uint32_t, uint32_t, uint32_t>>>(nb::list(layer.attr("parts")));
+  if (parts.size() != out.parts.size()) throw Error("expert source: expected gate, up and down in a layer");
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const auto [dtype, rows, cols] = parts[i];
+    if (!is_known_dtype(dtype)) throw Error("expert source: dtype " + std::to_string(dtype) + " is not known");
+    out.parts[i] = {static_cast<DType>(dtype), rows, cols};
+  }
+  out.num_experts = nb::cast<uint32_t>(layer.attr("num_experts"));
+  const auto file = nb::cast<Array<uint32_t>>(layer.attr("file"));
+  const auto offset = nb::cast<Array<uint64_t>>(layer.attr("offset"));
+  if (layer.attr("crc32c").is_none()) {
+    out.rows = read_extents(file, offset, size_t{out.num_experts} * 3);
+  } else {
+    out.records = read_extents(file, offset, out.num_experts);
+    const auto crc = nb::cast<Array<uint32_t>>(layer.attr("crc32c"));
+    if (crc.size() != out.num_experts) throw Error("expert source: expected a checksum an expert");
+    out.crc.assign(crc.data(), crc.data() + crc.size());
+  }
+  return out;
+}
+
+ExpertMemoryOptions make_options(uint64_t arena_bytes, uint32_t loader_threads, bool direct_io) {
+  ExpertMemoryOptions options;
+  options.arena_bytes = arena_bytes;
+  options.loader_threads = loader_threads;
+  options.direct_io = direct_io;
+  return options;
+}
+
+nb::dict counters(const ExpertMemory& memory) {
+  const ExpertCounters c = memory.counters();
+  nb::dict out;
+  out["hits"] = c.hits;
+  out["late_hits"] = c.late_hits;
+  out["loads"] = c.loads;
+  out["prefetches"] = c.prefetches;
+  out["bytes_read"] = c.bytes_read;
+  out["bytes_unused"] = c.bytes_unused;
+  out["io_wait_ns"] = c.io_wait_ns;
+  return out;
+}
+
+}  // namespace
+
+void init_experts(nb::module_& m) {
+  nb::class_<ExpertSource>(m, "ExpertSource", "Where the experts of a checkpoint lie in its files.")
+      .def(
+          "__init__",
+          [](ExpertSource* self, std::vector<std::string> files, nb::list layers) {
+            ExpertSource source;
+            source.files = std::move(files);
+            for (nb::handle layer : layers) source.layers.push_back(read_layer(layer));
+            new (self) ExpertSource(std::move(source));
+          },
+          "files"_a, "layers"_a)
+      .def(
+          "record_bytes",
+          [](const ExpertSource& source, uint32_t layer) {
+            if (layer >= source.layers.size()) throw nb::index_error("layer");
+            return record_bytes(source.layers[layer]);
+          },
+          "layer"_a, "Bytes of a slot that holds an expert of this layer.")
+      .def(
+          "total_bytes",
+          [](const ExpertSource& source) {
+            uint64_t total = 0;
+            for (const LayerExperts& layer : source.layers) total += layer.num_experts * record_bytes(layer);
+            return total;
+          },
+          "Bytes of slots that hold all experts.");
+
+  nb::class_<ExpertMemory>(m, "ExpertMemory", "The arena of expert slots, and the threads that load experts.")
+      .def(
+          "__init__",
+          [](ExpertMemory* self, const ExpertSource& source, uint64_t arena_bytes, uint32_t loader_threads,
+             bool direct_io) {
+            nb::gil_scoped_release release;
+            new (self) ExpertMemory(source, make_options(arena_bytes, loader_threads, direct_io));
+          },
+          "source"_a, "arena_bytes"_a, "loader_threads"_a = 2, "direct_io"_a = true)
+      .def_static(
+          "overhead_bytes",
+          [](const ExpertSource& source, uint32_t loader_threads) {
+            return ExpertMemory::overhead_bytes(source, make_options(0, loader_threads, true));
+          },
+          "source"_a, "loader_threads"_a = 2, "What it holds besides the arena.")
+      .def("counters", &counters, "Expert counters since construction, by name.")
+      .def("resize", &ExpertMemory::resize, "arena_bytes"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Moves the ceiling on slot bytes, between passes.")
+      .def_prop_ro("arena_bytes", &ExpertMemory::arena_bytes)
+      .def_prop_ro("committed_bytes", &ExpertMemory::committed_bytes)
+      .def_prop_ro("num_slots", &ExpertMemory::num_slots, "Slots of the largest record that the arena holds.")
+      .def_prop_ro("resident_experts", &ExpertMemory::resident_experts)
+      .def_prop_ro("total_experts", &ExpertMemory::total_experts);
+}
 
 }  // namespace headrace

@@ -1,5 +1,8 @@
+#include <malloc.h>
+
 #include "bindings/bindings.h"
 #include "support/error.h"
+#include "support/interrupt.h"
 
 namespace nb = nanobind;
 
@@ -16,6 +19,10 @@ NB_MODULE(_core, m) {
       PyErr_SetString(headrace_error, e.what());
     }
   });
+  m.def("exit_on_interrupt", &headrace::exit_on_interrupt, nb::arg("on"),
+        "SIGINT ends the process at once with status 130 (on), or is Python's again (off).");
+  m.def("release_free_memory", [] { malloc_trim(0); },
+        "Gives what the allocator keeps for later back to the system.");
   headrace::init_kernels(m);
   headrace::init_experts(m);
   headrace::init_executor(m);

@@ -14,6 +14,7 @@ namespace headrace {
 
 std::vector<Piece> cut_record(const LayerExperts& layer) {
   std::vector<Piece> pieces;
+  if (layer.num_experts == 0) return pieces;
   if (!layer.records.empty()) {
     const uint64_t record = record_bytes(layer);
     for (uint64_t offset = 0; offset < record; offset += kPieceBytes) {

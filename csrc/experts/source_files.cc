@@ -122,8 +122,10 @@ void SourceFiles::read(uint32_t file, uint64_t offset, uint64_t nbytes, uint8_t*
     // Go on at a block boundary, as O_DIRECT must. Not even one block: the file has become shorter.
     const uint64_t next = round_down(end, kPage);
     if (next == got) {
-      throw Error(describe(f.path, offset, nbytes) + ": expected the file to hold " + std::to_string(f.size_bytes) +
-                  " bytes, found its end at " + std::to_string(begin + end) + "; it was cut or replaced while in use");
+      struct stat st = {};
+      fstat(f.fd, &st);
+      throw Error(describe(f.path, offset, nbytes) + ": expected a file of " + std::to_string(f.size_bytes) +
+                  " bytes, found " + std::to_string(st.st_size) + "; it was cut or replaced while in use");
     }
     got = next;
   }

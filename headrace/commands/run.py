@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from headrace import _core
 from headrace.commands.model import open_model
 from headrace.engine import Engine, EngineOptions, Figures, Session
 from headrace.errors import HeadraceError
-from headrace.formats.checkpoint import DType
+from headrace.formats.checkpoint import DType, TokenizerSource
 from headrace.generate import Generation
 from headrace.sizes import format_size
-from headrace.text.chat import encode_chat
 from headrace.text.sampling import sampler_from_defaults
 from headrace.text.stop import stop_token_ids
 from headrace.text.stream import TextStream
@@ -37,6 +37,7 @@ class RunOptions:
 
 
 def run(options: RunOptions) -> None:
+    _core.exit_on_interrupt(True)  # loading writes nothing and cannot be polled
     checkpoint = open_model(options.model)
     tokenizer = load_tokenizer(checkpoint.tokenizer, checkpoint.config)
     if tokenizer is None:
@@ -44,14 +45,18 @@ def run(options: RunOptions) -> None:
             f"{checkpoint.path}: holds no vocabulary, so text cannot be tokenized; "
             "use `headrace bench`, which feeds token ids"
         )
+    # The metadata that a tokenizer was rebuilt from is large and has done its work.
+    template = checkpoint.tokenizer.chat_template
+    checkpoint = replace(checkpoint, tokenizer=TokenizerSource())
     sampler = sampler_from_defaults(
         checkpoint.config.generation,
         temperature=options.temperature,
         top_p=options.top_p,
         seed=options.seed,
     )
-    template = checkpoint.tokenizer.chat_template
     if template and not options.raw:
+        from headrace.text.chat import encode_chat  # Jinja costs 5 MiB
+
         prompt_ids = encode_chat(tokenizer, template, [{"role": "user", "content": options.prompt}])
     else:
         prompt_ids = tokenizer.encode(options.prompt)
@@ -62,8 +67,7 @@ def run(options: RunOptions) -> None:
     if len(prompt_ids) > context:
         raise HeadraceError(
             f"the prompt has {len(prompt_ids)} tokens, the context holds {context}"
-            f" (the model's limit is {limit}); shorten the prompt"
-            + (" or raise -c" if context < limit else "")
+            f" (the model's limit is {limit}); shorten the prompt" + (" or raise -c" if context < limit else "")
         )
     engine_options = EngineOptions(
         context=context,
@@ -73,6 +77,7 @@ def run(options: RunOptions) -> None:
         kv_dtype=DType.F32 if options.kv == "f32" else DType.F16,
     )
     with Engine(checkpoint, engine_options) as engine:
+        _core.exit_on_interrupt(False)  # from here on a pass notices it
         session = engine.session()
         start = time.perf_counter()
         logits = session.prefill(prompt_ids)

@@ -1,9 +1,10 @@
-"""ModelConfig: what a checkpoint says about itself, in Hugging Face's words, whatever file it came from."""
+"""ModelConfig: what a checkpoint says about itself, in Hugging Face's words, whatever file it came
+from."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,7 +27,8 @@ _CONTROL_TOKEN = 3
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The numbers a model family needs to build its graph. Readers fill it; models/ only reads it."""
+    """The numbers a model family needs to build its graph. Readers fill it; models/ only reads
+    it."""
 
     model_type: str  # "olmoe", "qwen3_moe"
     num_hidden_layers: int
@@ -45,25 +47,23 @@ class ModelConfig:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    # The checkpoint's own sampling defaults (generation_config.json): temperature, top_p, top_k, do_sample.
+    # The checkpoint's own sampling defaults (generation_config.json): temperature, top_p, top_k,
+    # do_sample.
     generation: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def from_gguf(
-        cls, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str
-    ) -> ModelConfig:
-        """From GGUF metadata and the shapes of the file's tensors, from which missing keys are derived.
+    def from_gguf(cls, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str) -> ModelConfig:
+        """From GGUF metadata and the shapes of the file's tensors, from which missing keys are
+        derived.
 
-        `where` names the file in errors. Raises HeadraceError for an unsupported architecture, and for a key
-        that changes results in a way that is not supported.
+        `where` names the file in errors. Raises HeadraceError for an unsupported architecture, and
+        for a key that changes results in a way that is not supported.
         """
         general = Fields(metadata, where)
         arch = general.text("general.architecture")
         if arch not in ARCHITECTURES:
             supported = ", ".join(ARCHITECTURES)
-            raise HeadraceError(
-                f"{where}: architecture {shown(arch)} is not supported; supported: {supported}"
-            )
+            raise HeadraceError(f"{where}: architecture {shown(arch)} is not supported; supported: {supported}")
         prefix = arch + "."
         own = {k[len(prefix) :]: v for k, v in metadata.items() if k.startswith(prefix)}
         keys = Fields(own, f"{where}: {arch}")
@@ -105,11 +105,7 @@ class ModelConfig:
         tokens = metadata.get("tokenizer.ggml.tokens")
         types = metadata.get("tokenizer.ggml.token_type")
         if isinstance(tokens, list) and types is not None and len(types) == len(tokens):
-            eos += [
-                i
-                for i, token in enumerate(tokens)
-                if token in _END_TOKENS and types[i] == _CONTROL_TOKEN
-            ]
+            eos += [i for i, token in enumerate(tokens) if token in _END_TOKENS and types[i] == _CONTROL_TOKEN]
         generation = {}
         sampling = (("temp", "temperature"), ("top_p", "top_p"), ("top_k", "top_k"))
         for key, name in sampling:
@@ -144,19 +140,18 @@ class ModelConfig:
     def from_hf(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any], has_lm_head: bool, where: str
     ) -> ModelConfig:
-        """From config.json and generation_config.json (empty if there is none). Errors as from_gguf."""
+        """From config.json and generation_config.json (empty if there is none). Errors as
+        from_gguf."""
         keys = Fields(config, where)
         model_type = keys.text("model_type")
         if model_type not in MODEL_TYPES:
             supported = ", ".join(MODEL_TYPES)
-            raise HeadraceError(
-                f"{where}: model_type {shown(model_type)} is not supported; supported: {supported}"
-            )
+            raise HeadraceError(f"{where}: model_type {shown(model_type)} is not supported; supported: {supported}")
         if "quantization_config" in keys:
             method = shown(keys.fields("quantization_config").values.get("quant_method"))
             raise HeadraceError(
-                f"{where}: quantization_config (quant_method {method}) is not supported; "
-                "use the checkpoint in F32, F16 or BF16"
+                f"{where}: quantization_config (quant_method {method}) is not supported; use the checkpoint in F32, "
+                "F16 or BF16"
             )
         keys.neutral("hidden_act", ["silu"])
         keys.neutral("attention_bias", [False])
@@ -210,9 +205,7 @@ class ModelConfig:
             rope_theta=rope_theta,
             norm_topk_prob=keys.boolean("norm_topk_prob", False),
             tie_word_embeddings=keys.boolean("tie_word_embeddings", False) and not has_lm_head,
-            max_position_embeddings=keys.integer(
-                "max_position_embeddings", _MAX_POSITION_EMBEDDINGS[model_type]
-            ),
+            max_position_embeddings=keys.integer("max_position_embeddings", _MAX_POSITION_EMBEDDINGS[model_type]),
             eos_token_ids=_in_vocabulary(
                 [*_token_ids(keys, "eos_token_id"), *_token_ids(defaults, "eos_token_id")], vocab
             ),
@@ -250,8 +243,8 @@ class ModelConfig:
         return {**asdict(self), "eos_token_ids": list(self.eos_token_ids)}
 
     def _checked(self, where: str) -> ModelConfig:
-        """Refuses numbers that contradict each other; rounds eps and theta to the float32 that kernels use, so
-        that every source of a checkpoint gives the same bits."""
+        """Refuses numbers that contradict each other; rounds eps and theta to the float32 that
+        kernels use, so that every source of a checkpoint gives the same bits."""
 
         def require(holds: bool, expected: str, found: str) -> None:
             if not holds:
@@ -281,8 +274,9 @@ def _token_ids(fields: Fields, key: str) -> list[int]:
     return ids
 
 
-def _in_vocabulary(ids: list[int | None], vocab_size: int) -> tuple[int, ...]:
-    """Without repeats, absences and ids that can never be produced (random checkpoints keep class defaults)."""
+def _in_vocabulary(ids: Sequence[int | None], vocab_size: int) -> tuple[int, ...]:
+    """Without repeats, absences and ids that can never be produced (random checkpoints keep class
+    defaults)."""
     return tuple(dict.fromkeys(i for i in ids if i is not None and i < vocab_size))
 
 

@@ -18,7 +18,8 @@ def shown(value: object) -> str:
 
 
 class Fields:
-    """A mapping that came from outside. A null counts as absent; what is missing or wrong raises HeadraceError."""
+    """A mapping that came from outside. A null counts as absent; what is missing or wrong raises
+    HeadraceError."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values = values
@@ -87,7 +88,8 @@ class Fields:
         return Fields(value, f"{self.where}: {key}")
 
     def neutral(self, key: str, values: Iterable[object]) -> None:
-        """Refuses a key that would change results and that is not supported, unless its value changes nothing."""
+        """Refuses a key that would change results and that is not supported, unless its value
+        changes nothing."""
         value = self.values.get(key)
         if value is None:
             return
