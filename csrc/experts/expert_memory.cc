@@ -250,7 +250,8 @@ struct ExpertMemory::Impl {
     }
   }
 
-  // Hits pin the whole arena, and a missing expert comes before the furthest of them: that hit becomes a load.
+  // Where the next load finds no room and a hit lies behind it in storage order, the furthest such hit becomes a load.
+  // What is ready behind the head of the queue is always a hit: loads are admitted in storage order.
   void give_up_furthest_hit() {
     const uint32_t head = lease.queue.back();
     for (uint32_t i = static_cast<uint32_t>(lease.entries.size()); i-- > head + 1;) {
@@ -357,7 +358,11 @@ struct ExpertMemory::Impl {
       return !taken.empty();
     };
     if (!done_waiting()) {
-      if (lease.num_loading == 0) {
+      if (lease.num_loading == 0) {  // the executor kept what it took, and hits hold the rest
+        give_up_furthest_hit();
+        admit();
+      }
+      if (lease.num_loading == 0 && lease.error.empty()) {
         throw Error("expert memory: layer " + std::to_string(lease.layer) +
                     ": every slot is taken; release experts before taking more");
       }

@@ -50,7 +50,8 @@ class ExpertMemory {
   // ids: the distinct experts that have routes, ascending. Pins those that are ready (hits), queues the others in
   // ascending order, evicting least recently used experts that the layer does not need. No read of an expert
   // outside `ids` starts. When they do not all fit, the rest is queued as slots are released; if pinned hits alone
-  // fill the arena, the one furthest in storage order is given up and counts as a load.
+  // fill the arena and a missing expert precedes one of them, the furthest in storage order is given up and counts as a
+  // load.
   void begin(uint32_t layer, std::span<const uint32_t> ids);
   // Blocks until at least one expert that was not yet taken is ready, then fills `taken` with indices into `ids`,
   // ascending: all that are ready (in_order false), or the longest run of ready ones that continues the storage order
