@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 from headrace.errors import HeadraceError
@@ -23,11 +25,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+INTERRUPTED = 130
+
 Model = Annotated[
     str,
-    typer.Argument(
-        help="A GGUF file, a Hugging Face directory, a store, or `tiny`.", show_default=False
-    ),
+    typer.Argument(help="A GGUF file, a Hugging Face directory, a store, or `tiny`.", show_default=False),
 ]
 Memory = Annotated[
     str | None,
@@ -58,16 +60,16 @@ def _memory_bytes(text: str | None) -> int | None:
     try:
         return parse_size(text)
     except HeadraceError as error:
-        raise click.BadParameter(str(error), param_hint="--memory") from error
+        raise typer.BadParameter(str(error), param_hint="--memory") from error
 
 
 def _read_prompt(text: str | None, file: Path | None) -> str:
     if text is not None and file is not None:
-        raise click.UsageError("give -p or -f, not both")
+        raise typer.BadParameter("give -p or -f, not both", param_hint="-p")
     if text is not None:
         return text
     if file is None and sys.stdin.isatty():
-        raise click.UsageError("give a prompt: -p TEXT, -f FILE, or standard input")
+        raise typer.BadParameter("give a prompt: -p TEXT, -f FILE, or standard input", param_hint="-p")
     name = str(file) if file is not None else "standard input"
     try:
         data = file.read_bytes() if file is not None else sys.stdin.buffer.read()
@@ -76,19 +78,44 @@ def _read_prompt(text: str | None, file: Path | None) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise HeadraceError(
-            f"{name}: offset {error.start}: not UTF-8; give the prompt as UTF-8 text"
-        ) from error
+        raise HeadraceError(f"{name}: offset {error.start}: not UTF-8; give the prompt as UTF-8 text") from error
 
 
-@app.command("run")
+class KvType(str, Enum):
+    f16 = "f16"
+    f32 = "f32"
+
+
+def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers a command whose errors become one line and an exit status."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(*args: object, **kwargs: object) -> None:
+            try:
+                function(*args, **kwargs)
+                sys.stdout.flush()
+            except HeadraceError as error:
+                print(f"headrace: {' '.join(str(error).split())}", file=sys.stderr)
+                raise typer.Exit(1) from None
+            except KeyboardInterrupt:
+                raise typer.Exit(INTERRUPTED) from None
+            except BrokenPipeError:
+                # The reader has left; keep the interpreter's last flush from complaining.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise typer.Exit(0) from None
+
+        return app.command(name)(run)
+
+    return register
+
+
+@command("run")
 def run_command(
     model: Model,
     prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Text.")] = None,
     file: Annotated[Path | None, typer.Option("-f", "--file", help="File with the text.")] = None,
-    num_tokens: Annotated[
-        int, typer.Option("-n", "--num-tokens", min=1, help="Tokens to generate at most.")
-    ] = 256,
+    num_tokens: Annotated[int, typer.Option("-n", "--num-tokens", min=1, help="Tokens to generate at most.")] = 256,
     memory: Memory = None,
     threads: Threads = None,
     context: Context = None,
@@ -101,9 +128,7 @@ def run_command(
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed for sampling.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
-    kv: Annotated[
-        str, typer.Option("--kv", click_type=click.Choice(["f16", "f32"]), help="Keys and values.")
-    ] = "f16",
+    kv: Annotated[KvType, typer.Option("--kv", help="Keys and values.")] = KvType.f16,
     json: Json = False,
 ) -> None:
     """Generate text from a prompt."""
@@ -122,13 +147,13 @@ def run_command(
             top_p=top_p,
             seed=seed,
             raw=raw,
-            kv=kv,
+            kv=kv.value,
             json=json,
         )
     )
 
 
-@app.command("inspect")
+@command("inspect")
 def inspect_command(
     model: Model,
     memory: Memory = None,
@@ -142,7 +167,7 @@ def inspect_command(
     inspect(model, _memory_bytes(memory), threads, context, json)
 
 
-@app.command("pack")
+@command("pack")
 def pack_command(
     source: Annotated[str, typer.Argument(metavar="SRC", help="GGUF file or model directory.")],
     destination: Annotated[str, typer.Argument(metavar="DEST", help="The store to make.")],
@@ -154,7 +179,7 @@ def pack_command(
     pack(source, destination, json)
 
 
-@app.command("verify")
+@command("verify")
 def verify_command(
     store: Annotated[str, typer.Argument(metavar="STORE", help="A packed store.")],
     json: Json = False,
@@ -165,7 +190,7 @@ def verify_command(
     verify(store, json)
 
 
-@app.command("bench")
+@command("bench")
 def bench_command(
     model: Model,
     prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of prefill.")] = 512,
@@ -183,25 +208,11 @@ def bench_command(
 
 
 def main() -> None:
-    sys.exit(_main())
-
-
-def _main() -> int:
     try:
-        app(standalone_mode=False)
-        sys.stdout.flush()
-        return 0
-    except click.exceptions.Exit as done:
-        return done.exit_code
-    except click.ClickException as error:
-        error.show()
-        return 2
-    except HeadraceError as error:
-        print(f"headrace: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except (KeyboardInterrupt, click.Abort):
-        return 130
-    except BrokenPipeError:
-        # The reader has left; keep the interpreter's last flush from complaining.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        app()
+    except KeyboardInterrupt:  # before a command has begun
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -18,8 +18,8 @@ from headrace.errors import HeadraceError
 from headrace.experts.plan import MIB, MemoryPlan, Needs, Readings, page_table_bytes, plan_memory
 from headrace.formats.checkpoint import Checkpoint, DType
 from headrace.graph import Graph
-from headrace.models import build_graph
 from headrace.models.blocks import INV_FREQ, ROUTE_CAPACITY, inverse_frequencies
+from headrace.models.families import build_graph
 from headrace.program import Program, compile_graph, plan_buffers
 
 LOADER_THREADS = 2
@@ -105,8 +105,7 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
 
     needs = Needs(
         trunk_bytes=_core.Weights.resident_bytes(program),
-        state_bytes=options.sessions
-        * _core.SessionState.bytes(program, options.context, int(options.kv_dtype)),
+        state_bytes=options.sessions * _core.SessionState.bytes(program, options.context, int(options.kv_dtype)),
         overhead_bytes=_core.ExpertMemory.overhead_bytes(source, options.loader_threads),
         logits_bytes=(4 * options.max_out_rows + LOGITS_BYTES_PER_ENTRY) * config.vocab_size,
         num_threads=num_threads + options.loader_threads,
@@ -141,41 +140,32 @@ class Engine:
     def __init__(self, checkpoint: Checkpoint, options: EngineOptions):
         self.checkpoint, self.options = checkpoint, options
         self.config = checkpoint.config
-        source = _expert_source(checkpoint)
+        self._source = source = _expert_source(checkpoint)
         self.plan = _plan(checkpoint, options, source)
         self.num_threads = options.num_threads or machine.num_cpus()
         self.max_rows = self.plan.max_rows
 
         graph = _graph_for(checkpoint, self.max_rows)
-        self.program: Program = compile_graph(
-            graph, self.max_rows, min(self.max_rows, options.max_out_rows)
-        )
+        self.program: Program = compile_graph(graph, self.max_rows, min(self.max_rows, options.max_out_rows))
         self._program = _core.Program(self.program.data)
         self._weights = load_weights(checkpoint, graph, self._program)
         self._free_states = [
-            _core.SessionState(self._program, options.context, int(options.kv_dtype))
-            for _ in range(options.sessions)
+            _core.SessionState(self._program, options.context, int(options.kv_dtype)) for _ in range(options.sessions)
         ]
-        smallest_arena = max(source.record_bytes(i) for i in range(len(checkpoint.experts)))
-        self.experts = _core.ExpertMemory(
-            source, smallest_arena, options.loader_threads, options.direct_io
-        )
-        self._executor = _core.Executor(
-            self._program, self._weights, self.experts, self.num_threads
-        )
-        self.logits = np.zeros(
-            (self.program.max_out_rows, self.config.vocab_size), np.float32
-        )
-        self._take_arena(source.total_bytes(), smallest_arena)
+        self._smallest_arena = max(source.record_bytes(i) for i in range(len(checkpoint.experts)))
+        self.experts = _core.ExpertMemory(source, self._smallest_arena, options.loader_threads, options.direct_io)
+        self._executor = _core.Executor(self._program, self._weights, self.experts, self.num_threads)
+        self.logits = np.zeros((self.program.max_out_rows, self.config.vocab_size), np.float32)
+        self._take_arena()
 
-    def _take_arena(self, expert_bytes: int, smallest_arena: int) -> None:
+    def _take_arena(self) -> None:
         """Everything else is in memory now: what is left of the budget, less the reserve, is the arena's."""
         p = self.plan
         gc.collect()
         held = machine.rss_bytes() - self.experts.committed_bytes
         rest = p.budget_bytes - held - p.reserve_bytes - p.logits_bytes - p.threads_bytes
         rest -= page_table_bytes(p.budget_bytes)
-        self.experts.resize(max(smallest_arena, min(rest, expert_bytes)))
+        self.experts.resize(max(self._smallest_arena, min(rest, self._source.total_bytes())))
 
     # ---- what a pass costs
 
@@ -186,11 +176,8 @@ class Engine:
         """Gives slots back if the process has grown towards the budget since the arena was sized."""
         over = machine.rss_bytes() + DRIFT_MARGIN_BYTES - self.plan.budget_bytes
         if over > 0:
-            largest = max(
-                self.experts.source.record_bytes(i) for i in range(len(self.checkpoint.experts))
-            )
             lower = self.experts.arena_bytes - over - DRIFT_MARGIN_BYTES
-            self.experts.resize(max(largest, lower))
+            self.experts.resize(max(self._smallest_arena, lower))
 
     # ---- sessions
 
@@ -212,9 +199,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
     # ---- figures
@@ -226,7 +211,7 @@ class Engine:
             "budget_bytes": self.plan.budget_bytes,
             "peak_rss_bytes": machine.peak_rss_bytes(),
             "slots": self.experts.num_slots,
-            "residency": min(1.0, self.experts.arena_bytes / self.experts.source.total_bytes()),
+            "residency": min(1.0, self.experts.arena_bytes / self._source.total_bytes()),
             "isa": _core.isa(),
             "num_threads": self.num_threads,
             "max_rows": self.max_rows,
@@ -264,14 +249,14 @@ class Session:
         return self._pass([token], [0], self.decode_figures)[0]
 
     def verify(self, tokens: list[int]) -> np.ndarray:
-        """One pass with all rows' logits, [len(tokens), vocab_size]; at most max_out_rows tokens."""
+        """Logits of every row, [len(tokens), vocab_size]: one pass for each max_out_rows tokens."""
         self._check(tokens)
-        if len(tokens) > self.engine.program.max_out_rows:
-            raise HeadraceError(
-                f"{len(tokens)} rows of logits in one pass, the engine was loaded for "
-                f"{self.engine.program.max_out_rows} (max_out_rows)"
-            )
-        return self._pass(tokens, list(range(len(tokens))), self.decode_figures)
+        rows = self.engine.program.max_out_rows
+        logits = np.empty((len(tokens), self.engine.config.vocab_size), np.float32)
+        for i in range(0, len(tokens), rows):
+            chunk = tokens[i : i + rows]
+            logits[i : i + rows] = self._pass(chunk, list(range(len(chunk))), self.decode_figures)
+        return logits
 
     def close(self) -> None:
         if self._state is not None:
@@ -326,9 +311,8 @@ def load_weights(checkpoint: Checkpoint, graph: Graph, program: _core.Program) -
                 t.offset,
                 t.nbytes,
                 int(t.dtype),
-                t.layout == "tile16",
-                t.crc32c is not None,
-                t.crc32c or 0,
+                packed=t.layout == "tile16",
+                crc=t.crc32c,
             )
     weights.check_complete()
     return weights

@@ -103,9 +103,7 @@ class Graph:
 
     def linear(self, x: Value, weight: Weight) -> Value:
         if x.shape.width != weight.cols:
-            raise HeadraceError(
-                f"linear {weight.name}: input width {x.shape.width}, expected {weight.cols}"
-            )
+            raise HeadraceError(f"linear {weight.name}: input width {x.shape.width}, expected {weight.cols}")
         return self._add("linear", (self._as_input(x, weight.dtype),), (weight,))[0]
 
     def rope_angles(self, inv_freq: Weight) -> Value:
@@ -124,12 +122,8 @@ class Graph:
         ids, weights = self._add("route", (logits,), attrs=attrs)
         return ids, weights
 
-    def experts(
-        self, x: Value, ids: Value, weights: Value, gate_dtype: DType, **attrs: float
-    ) -> Value:
-        return self._add(
-            "experts", (self._as_input(x, gate_dtype), ids, weights), attrs=attrs
-        )[0]
+    def experts(self, x: Value, ids: Value, weights: Value, gate_dtype: DType, **attrs: float) -> Value:
+        return self._add("experts", (self._as_input(x, gate_dtype), ids, weights), attrs=attrs)[0]
 
     def select_rows(self, x: Value) -> Value:
         return self._add("select_rows", (x,))[0]
@@ -148,14 +142,10 @@ class Graph:
         spec, attrs = OPS[op], attrs or {}
         if set(attrs) != set(spec.attrs) or len(inputs) != len(spec.inputs):
             raise TypeError(f"{op}: attributes {sorted(attrs)}, expected {sorted(spec.attrs)}")
-        shapes = spec.shape(
-            [v.shape for v in inputs], [(w.rows, w.cols) for w in weights], attrs
-        )
+        shapes = spec.shape([v.shape for v in inputs], [(w.rows, w.cols) for w in weights], attrs)
         outputs = []
         for shape in shapes:
             outputs.append(Value(len(self.values), shape))
             self.values.append(outputs[-1])
-        self.nodes.append(
-            Node(op, tuple(inputs), tuple(weights), state, tuple(outputs), dict(attrs))
-        )
+        self.nodes.append(Node(op, tuple(inputs), tuple(weights), state, tuple(outputs), dict(attrs)))
         return tuple(outputs)

@@ -80,20 +80,12 @@ OPS: dict[str, Op] = {
     # Rows of the embedding table, read from its file.
     "embed": Op(0, (), ("table",), ("y",), {}, lambda i, w, a: [Shape(Kind.F32, w[0][1])]),
     # Over groups of `group` elements (the whole row, or a head).
-    "rms_norm": Op(
-        1, ("x",), ("weight",), ("y",), {"group": int, "eps": float}, _same_as_first, in_place=True
-    ),
-    "quantize": Op(
-        2, ("x",), (), ("y",), {}, lambda i, w, a: [Shape(Kind.Q8, i[0].width, i[0].extent)]
-    ),
+    "rms_norm": Op(1, ("x",), ("weight",), ("y",), {"group": int, "eps": float}, _same_as_first, in_place=True),
+    "quantize": Op(2, ("x",), (), ("y",), {}, lambda i, w, a: [Shape(Kind.Q8, i[0].width, i[0].extent)]),
     # y = W x. x is Q8 if W's type is quantized, else F32.
-    "linear": Op(
-        3, ("x",), ("weight",), ("y",), {}, lambda i, w, a: [Shape(Kind.F32, w[0][0], i[0].extent)]
-    ),
+    "linear": Op(3, ("x",), ("weight",), ("y",), {}, lambda i, w, a: [Shape(Kind.F32, w[0][0], i[0].extent)]),
     # Row: cos then sin of position * inv_freq. Once per pass, shared by all layers.
-    "rope_angles": Op(
-        4, (), ("inv_freq",), ("y",), {}, lambda i, w, a: [Shape(Kind.F32, 2 * w[0][1])]
-    ),
+    "rope_angles": Op(4, (), ("inv_freq",), ("y",), {}, lambda i, w, a: [Shape(Kind.F32, 2 * w[0][1])]),
     "rope": Op(
         5,
         ("x", "angles"),
@@ -165,15 +157,9 @@ def cpp_header() -> str:
         "",
         "namespace headrace {",
         "",
-        "enum class ValueKind : uint32_t { "
-        + ", ".join(f"k{k.name.title()} = {k.value}" for k in Kind)
-        + " };",
-        "enum class Extent : uint32_t { "
-        + ", ".join(f"k{_camel(e.name)} = {e.value}" for e in Extent)
-        + " };",
-        "enum class StateKind : uint32_t { "
-        + ", ".join(f"k{_camel(s)} = {c}" for s, c in STATES.items())
-        + " };",
+        "enum class ValueKind : uint32_t { " + ", ".join(f"k{k.name.title()} = {k.value}" for k in Kind) + " };",
+        "enum class Extent : uint32_t { " + ", ".join(f"k{_camel(e.name)} = {e.value}" for e in Extent) + " };",
+        "enum class StateKind : uint32_t { " + ", ".join(f"k{_camel(s)} = {c}" for s, c in STATES.items()) + " };",
         "",
         "enum class OpCode : uint32_t {",
         *(f"  k{_camel(name)} = {op.code}," for name, op in OPS.items()),
@@ -181,9 +167,7 @@ def cpp_header() -> str:
         "",
         "// Indices of each op's attributes in the program's attribute list.",
         *(
-            f"namespace attr_{name} {{ enum : uint32_t {{ "
-            + ", ".join(f"k{_camel(a)}" for a in op.attrs)
-            + " }; }"
+            f"namespace attr_{name} {{ enum : uint32_t {{ " + ", ".join(f"k{_camel(a)}" for a in op.attrs) + " }; }"
             for name, op in OPS.items()
             if op.attrs
         ),

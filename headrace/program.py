@@ -104,9 +104,7 @@ def compile_graph(graph: Graph, max_rows: int, max_out_rows: int = 1) -> Program
         scratch_bytes,
     )
     for v in graph.values:
-        out += struct.pack(
-            "<IIQQ", v.shape.kind, v.shape.extent, v.shape.width, offsets[v.index]
-        )
+        out += struct.pack("<IIQQ", v.shape.kind, v.shape.extent, v.shape.width, offsets[v.index])
     for w in graph.weights:
         out += struct.pack("<4I", ROLES[w.role], w.dtype, w.rows, w.cols)
     for s in graph.states:

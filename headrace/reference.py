@@ -76,9 +76,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Array:
 
 def read_embedding_row(checkpoint: Checkpoint, row: int) -> Array:
     e = checkpoint.embedding
-    raw = _read(
-        checkpoint.files[e.file], e.offset + row * e.stride_bytes, e.dtype.row_bytes(e.cols)
-    )
+    raw = _read(checkpoint.files[e.file], e.offset + row * e.stride_bytes, e.dtype.row_bytes(e.cols))
     return dequantize(e.dtype, raw, e.cols)[0]
 
 
@@ -125,11 +123,7 @@ def rope(x: Array, angles: Array, head_dim: int, style: int) -> Array:
     half = angles.shape[1] // 2
     cos, sin = angles[:, None, :half].astype(np.float64), angles[:, None, half:].astype(np.float64)
     y = x.astype(np.float64).reshape(len(x), -1, head_dim).copy()
-    pairs = (
-        (slice(0, half), slice(half, 2 * half))
-        if style == 0
-        else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
-    )
+    pairs = (slice(0, half), slice(half, 2 * half)) if style == 0 else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
     a, b = y[..., pairs[0]].copy(), y[..., pairs[1]].copy()
     y[..., pairs[0]] = a * cos - b * sin
     y[..., pairs[1]] = b * cos + a * sin
@@ -157,18 +151,13 @@ class ReferenceSession:
     """Keys and values per state, float16 or float32, of every position so far."""
 
     def __init__(self, graph: Graph, kv_dtype: type = np.float16):
-        self.kv = [
-            (np.zeros((0, s.num_heads, s.head_dim), kv_dtype),) * 2 for s in graph.states
-        ]
+        self.kv = [(np.zeros((0, s.num_heads, s.head_dim), kv_dtype),) * 2 for s in graph.states]
         self.length = 0
 
     def append(self, state: State, k: Array, v: Array) -> tuple[Array, Array]:
         old = self.kv[state.index]
         shape = (-1, state.num_heads, state.head_dim)
-        new = tuple(
-            np.concatenate([a, b.reshape(shape).astype(a.dtype)])
-            for a, b in zip(old, (k, v), strict=True)
-        )
+        new = tuple(np.concatenate([a, b.reshape(shape).astype(a.dtype)]) for a, b in zip(old, (k, v), strict=True))
         self.kv[state.index] = new
         return new
 
@@ -268,9 +257,7 @@ class Reference:
         down_quantized = self.checkpoint.experts[layer].parts[2][0].is_quantized
         y = np.zeros((len(x), self.checkpoint.config.hidden_size))
         for expert in np.unique(ids):
-            gate, up, down = (
-                m.astype(np.float64) for m in read_expert(self.checkpoint, layer, int(expert))
-            )
+            gate, up, down = (m.astype(np.float64) for m in read_expert(self.checkpoint, layer, int(expert)))
             rows, slots = np.nonzero(ids == expert)
             h = swiglu(x[rows] @ gate.T, x[rows] @ up.T).astype(np.float32)
             if down_quantized:

@@ -139,9 +139,9 @@ def write_gguf(
     metadata: Mapping[str, Any] | None = None,
     split_max_tensors: int = 0,
 ) -> Path:
-    """dtype: F32, F16, BF16, Q4_0 or Q8_0, for matrices; vectors and routers are F32. overrides: part of
-    a tensor's name -> its type, first match wins. metadata: keys added or replaced, None removes one.
-    split_max_tensors: a split set; returns its first file."""
+    """dtype: F32, F16, BF16, Q4_0 or Q8_0, for matrices; vectors and routers are F32. overrides:
+    part of a tensor's name -> its type, first match wins. metadata: keys added or replaced, None
+    removes one. split_max_tensors: a split set; returns its first file."""
     keys = gguf_metadata(spec, vocabulary, chat_template)
     for key, value in (metadata or {}).items():
         keys.pop(key, None)
@@ -185,9 +185,7 @@ def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def gguf_metadata(
-    spec: Spec, vocabulary: bool = False, chat_template: str | None = None
-) -> dict[str, Any]:
+def gguf_metadata(spec: Spec, vocabulary: bool = False, chat_template: str | None = None) -> dict[str, Any]:
     keys: dict[str, Any] = {
         "general.name": f"tiny {spec.arch}",
         "block_count": spec.num_hidden_layers,
@@ -216,8 +214,7 @@ def gguf_metadata(
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": {"olmoe": "olmo", "qwen3moe": "qwen2"}[spec.arch],
         "tokenizer.ggml.tokens": tokens + padding,
-        "tokenizer.ggml.token_type": [control if t in special else normal for t in tokens]
-        + [unused] * len(padding),
+        "tokenizer.ggml.token_type": [control if t in special else normal for t in tokens] + [unused] * len(padding),
         "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.eos_token_id": tokens.index(end_token(spec)),
         "tokenizer.ggml.add_bos_token": False,
@@ -256,8 +253,8 @@ def write_hf(
     config: Mapping[str, Any] | None = None,
     generation: Mapping[str, Any] | None = None,
 ) -> Path:
-    """dtype: F32, F16 or BF16, for every tensor. config: keys added or replaced. generation: the content
-    of generation_config.json, if there is to be one."""
+    """dtype: F32, F16 or BF16, for every tensor. config: keys added or replaced. generation: the
+    content of generation_config.json, if there is to be one."""
     path.mkdir(parents=True, exist_ok=True)
     tensors = hf_tensors(spec, weights, fused_experts)
     if shards == 1:
@@ -285,7 +282,8 @@ def write_hf(
 def hf_config(spec: Spec) -> dict[str, Any]:
     """As Transformers 5 writes it."""
     names = (
-        "model_type num_hidden_layers hidden_size num_attention_heads num_key_value_heads num_experts "
+        "model_type num_hidden_layers hidden_size num_attention_heads num_key_value_heads "
+        "num_experts "
         "num_experts_per_tok vocab_size rms_norm_eps norm_topk_prob tie_word_embeddings "
         "max_position_embeddings"
     )
@@ -346,7 +344,8 @@ def hf_tensors(spec: Spec, weights: Weights, fused_experts: bool = False) -> Wei
 
 
 def write_safetensors(path: Path, tensors: Weights, dtype: str) -> None:
-    """By hand, since safetensors' own writer has no NumPy type for BF16. Padded to 8 bytes, as it does."""
+    """By hand, since safetensors' own writer has no NumPy type for BF16. Padded to 8 bytes, as it
+    does."""
     header, data, offset = {"__metadata__": {"format": "pt"}}, [], 0
     for name, values in tensors.items():
         data.append(encode(values, dtype).tobytes())
@@ -406,10 +405,7 @@ def tiny_tokenizer_json(spec: Spec) -> dict[str, Any]:
             "pretokenizers": [split, byte_level | {"use_regex": False}],
         }
     flags = ("single_word", "lstrip", "rstrip", "normalized")
-    added = [
-        {"id": tokens.index(t), "content": t, "special": True} | dict.fromkeys(flags, False)
-        for t in special
-    ]
+    added = [{"id": tokens.index(t), "content": t, "special": True} | dict.fromkeys(flags, False) for t in special]
     return {
         "version": "1.0",
         "truncation": None,

@@ -77,9 +77,7 @@ def test_every_half_is_read_as_numpy_reads_it(dtype):
     halves = halves[~np.isnan(halves.view(np.float16))]
     if dtype == F16:
         got = _core.dequantize_rows(F16, 1, halves.view(np.uint8)).reshape(-1)
-        assert np.array_equal(
-            got.view(np.uint32), halves.view(np.float16).astype(np.float32).view(np.uint32)
-        )
+        assert np.array_equal(got.view(np.uint32), halves.view(np.float16).astype(np.float32).view(np.uint32))
         return
     rows = np.zeros((halves.size, _core.row_bytes(dtype, 32)), np.uint8)
     rows[:, :2] = halves.view(np.uint8).reshape(-1, 2)
@@ -204,9 +202,7 @@ def test_add_and_accumulate(isa, rng):
 @per_isa
 def test_swiglu(isa, rng):
     """Relative error under 4e-7: exp within 1 ulp, then three roundings. Limits at the far ends."""
-    gate = np.concatenate(
-        [rng.standard_normal(1000) * 20, [0.0, 80, -80, -87, 100, 1e4, 1e30]]
-    ).astype(np.float32)
+    gate = np.concatenate([rng.standard_normal(1000) * 20, [0.0, 80, -80, -87, 100, 1e4, 1e30]]).astype(np.float32)
     up = rng.standard_normal(gate.size).astype(np.float32)
     g = gate.astype(np.float64)
     want = g / (1 + np.exp(-g)) * up
@@ -235,9 +231,7 @@ def test_rope_angles(isa, position):
     inv_freq = (1e4 ** -(np.arange(64) / 64)).astype(np.float32)
     angles = np.float64(position) * inv_freq.astype(np.float64)
     want = np.concatenate([np.cos(angles), np.sin(angles)])
-    np.testing.assert_allclose(
-        K.rope_angles(isa, position, inv_freq), want, rtol=6.1e-8, atol=1e-15
-    )
+    np.testing.assert_allclose(K.rope_angles(isa, position, inv_freq), want, rtol=6.1e-8, atol=1e-15)
 
 
 @per_isa
@@ -251,9 +245,7 @@ def test_rope(isa, head_dim, rotary, style, rng):
     y = x.copy()
     K.rope(isa, y, angles, style)
     first, second = (
-        (slice(0, half), slice(half, rotary))
-        if style == "neox"
-        else (slice(0, rotary, 2), slice(1, rotary, 2))
+        (slice(0, half), slice(half, rotary)) if style == "neox" else (slice(0, rotary, 2), slice(1, rotary, 2))
     )
     x64, cos, sin = x.astype(np.float64), angles[:half], angles[half:]
     want = x64.copy()
@@ -316,17 +308,13 @@ def test_route_ties_and_nan(isa):
 def test_the_environment_names_the_instruction_set(isa):
     code = "from headrace import _core; print(_core.isa())"
     environment = {**os.environ, "HEADRACE_ISA": isa}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == isa, done.stderr
 
 
 def test_an_unknown_instruction_set_is_refused():
     code = "from headrace import _core; _core.isa()"
     environment = {**os.environ, "HEADRACE_ISA": "mmx"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode != 0
     assert "HEADRACE_ISA: 'mmx' is not an instruction set of this processor; it has" in done.stderr

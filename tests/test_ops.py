@@ -52,15 +52,8 @@ def test_live_values_never_share_memory(rows, dtype):
     graph = residual_graph(4, dtype=dtype)
     offsets, scratch_bytes = plan_buffers(graph, rows, 1)
     ranges = live_ranges(graph)
-    spans = {
-        v.index: (offsets[v.index], offsets[v.index] + value_bytes(v, rows, 1))
-        for v in graph.values
-    }
-    in_place = {
-        (node.inputs[0].index, node.outputs[0].index)
-        for node in graph.nodes
-        if OPS[node.op].in_place
-    }
+    spans = {v.index: (offsets[v.index], offsets[v.index] + value_bytes(v, rows, 1)) for v in graph.values}
+    in_place = {(node.inputs[0].index, node.outputs[0].index) for node in graph.nodes if OPS[node.op].in_place}
     for a, (a_born, a_dies) in ranges.items():
         assert offsets[a] % 64 == 0 and spans[a][1] <= scratch_bytes
         for b, (b_born, b_dies) in ranges.items():

@@ -1,7 +1,179 @@
+#include "executor/executor.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <atomic>
+#include <chrono>
+#include <string>
+
 #include "bindings/bindings.h"
+#include "support/error.h"
 
 namespace headrace {
 
-void init_executor(nanobind::module_&) {}
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+template <class T>
+using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Logits = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Set by any thread; the pass that was given it ends within some 50 ms.
+struct CancelFlag {
+  std::atomic<bool> is_set{false};
+};
+
+// What a pass asks now and then: has the flag been set, or has Python a signal to handle (Ctrl-C)? The interpreter is
+// taken for that only every 20 ms; other Python threads run meanwhile.
+class StopCheck {
+ public:
+  explicit StopCheck(const CancelFlag* flag) : flag_(flag), next_(std::chrono::steady_clock::now() + kInterval) {}
+
+  bool operator()() {
+    if (flag_ != nullptr && flag_->is_set.load(std::memory_order_relaxed)) return true;
+    const auto now = std::chrono::steady_clock::now();
+    if (now < next_) return false;
+    next_ = now + kInterval;
+    nb::gil_scoped_acquire gil;
+    return PyErr_CheckSignals() != 0;
+  }
+
+ private:
+  static constexpr auto kInterval = std::chrono::milliseconds(20);
+  const CancelFlag* flag_;
+  std::chrono::steady_clock::time_point next_;
+};
+
+DType to_dtype(uint32_t value) {
+  if (!is_known_dtype(value)) throw Error("unknown type " + std::to_string(value));
+  return static_cast<DType>(value);
+}
+
+uint64_t vocab_size(const Program& program) { return program.values[program.logits].width; }
+
+Program program_from_bytes(nb::bytes data) {
+  return parse_program({static_cast<const uint8_t*>(data.data()), data.size()});
+}
+
+void load_weight(Weights& weights, uint32_t index, const std::string& tensor, const std::string& file, uint64_t offset,
+                 uint64_t nbytes, uint32_t dtype, bool packed, bool check_crc, uint32_t crc) {
+  const DType type = to_dtype(dtype);
+  nb::gil_scoped_release release;
+  weights.load(index, tensor, file, offset, nbytes, type, packed, check_crc, crc);
+}
+
+void run_pass(Executor& executor, Vector<int32_t> tokens, Vector<uint32_t> sequences,
+              const std::vector<SessionState*>& states, Vector<uint32_t> out_rows, Logits logits,
+              const CancelFlag* cancel) {
+  const uint64_t vocab = vocab_size(executor.program());
+  if (logits.shape(0) != out_rows.shape(0) || logits.shape(1) != vocab)
+    throw Error("pass: logits of shape [" + std::to_string(logits.shape(0)) + ", " + std::to_string(logits.shape(1)) +
+                "], expected [" + std::to_string(out_rows.shape(0)) + ", " + std::to_string(vocab) + "]");
+  Pass pass;
+  pass.tokens = {tokens.data(), tokens.shape(0)};
+  pass.sequences = {sequences.data(), sequences.shape(0)};
+  pass.states = states;
+  pass.out_rows = {out_rows.data(), out_rows.shape(0)};
+  pass.logits = logits.data();
+  StopCheck stop(cancel);
+  pass.should_stop = std::ref(stop);
+  try {
+    nb::gil_scoped_release release;
+    executor.run(pass);
+  } catch (const Cancelled&) {
+    if (PyErr_Occurred()) throw nb::python_error();  // a signal handler's exception, such as KeyboardInterrupt
+    throw Error("cancelled");
+  }
+}
+
+nb::dict op_seconds(const Executor& executor) {
+  const auto ns = executor.op_ns();
+  nb::dict out;
+  for (uint32_t i = 0; i < kNumOps; ++i) out[kOps[i].name] = static_cast<double>(ns[i]) * 1e-9;
+  return out;
+}
+
+void init_program(nb::module_& m) {
+  nb::class_<Program>(m, "Program", "A compiled graph (headrace/program.py), parsed and checked.")
+      .def(
+          "__init__", [](Program* self, nb::bytes data) { new (self) Program(program_from_bytes(data)); }, "data"_a,
+          "Parses the bytes of a compiled graph. HeadraceError if they are not one.")
+      .def_ro("max_rows", &Program::max_rows, "Rows of the largest pass.")
+      .def_ro("max_out_rows", &Program::max_out_rows, "Rows whose logits one pass can return.")
+      .def_ro("scratch_bytes", &Program::scratch_bytes, "What an executor commits for values and workspaces.")
+      .def_prop_ro("vocab_size", [](const Program& p) { return p.values[p.logits].width; }, "Columns of the logits.");
+}
+
+void init_weights(nb::module_& m) {
+  nb::class_<Weights>(m, "Weights", "The trunk: all resident tensors of a program, and its embedding table.")
+      .def(nb::init<const Program&>(), "program"_a, "Reserves memory; loading commits it.")
+      .def_static("resident_bytes", &Weights::resident_bytes, "program"_a, "Bytes that loading everything commits.")
+      .def("load", &load_weight, "index"_a, "tensor"_a, "file"_a, "offset"_a, "nbytes"_a, "dtype"_a, "packed"_a = false,
+           "check_crc"_a = false, "crc"_a = 0,
+           "Reads a matrix or vector from a file: rows as files store them, or a matrix already in tile layout "
+           "(packed). crc: the bytes' CRC-32C. HeadraceError names file, offset, tensor, expected and found.")
+      .def(
+          "set_vector",
+          [](Weights& w, uint32_t index, Vector<float> data) {
+            w.set_vector(index, data.data(), static_cast<uint32_t>(data.shape(0)));
+          },
+          "index"_a, "data"_a.noconvert(), "Sets a vector that is computed, float32 [cols].")
+      .def("set_table", &Weights::set_table, "index"_a, "file"_a, "offset"_a, "stride"_a, "has_crc"_a = false,
+           "Row i of the embedding lies at offset + i * stride, followed by its CRC-32C if has_crc.")
+      .def("check_complete", &Weights::check_complete, "HeadraceError unless every weight was loaded or set.");
+}
+
+void init_state(nb::module_& m) {
+  nb::class_<SessionState>(m, "SessionState", "What one session keeps between passes: its keys and values.")
+      .def(
+          "__init__",
+          [](SessionState* self, const Program& program, uint32_t capacity, uint32_t kv_dtype) {
+            new (self) SessionState(program, capacity, to_dtype(kv_dtype));
+          },
+          "program"_a, "capacity"_a, "kv_dtype"_a = 1, "Commits room for `capacity` positions; kv_dtype F16 or F32.")
+      .def_static(
+          "bytes",
+          [](const Program& program, uint32_t capacity, uint32_t kv_dtype) {
+            return SessionState::bytes(program, capacity, to_dtype(kv_dtype));
+          },
+          "program"_a, "capacity"_a, "kv_dtype"_a = 1, "Bytes that such a state commits.")
+      .def_prop_ro("capacity", &SessionState::capacity, "Positions that it has room for.")
+      .def_prop_ro("length", &SessionState::length, "Positions that hold a token.")
+      .def("rollback", &SessionState::rollback, "length"_a, "Shortens to `length` positions.");
+}
+
+}  // namespace
+
+void init_executor(nb::module_& m) {
+  init_program(m);
+  init_weights(m);
+  init_state(m);
+  nb::class_<CancelFlag>(m, "CancelFlag", "Ends a running pass from another thread.")
+      .def(nb::init<>())
+      .def("set", [](CancelFlag& flag) { flag.is_set = true; })
+      .def("clear", [](CancelFlag& flag) { flag.is_set = false; })
+      .def_prop_ro("is_set", [](const CancelFlag& flag) { return flag.is_set.load(); });
+  nb::class_<Executor>(m, "Executor", "Replays a program. One pass runs at a time; a second caller waits.")
+      .def(
+          "__init__",
+          [](Executor* self, const Program& program, const Weights& weights, ExpertMemory* experts,
+             uint32_t num_threads) { new (self) Executor(program, weights, experts, num_threads); },
+          "program"_a, "weights"_a, "experts"_a.none(), "num_threads"_a, nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+          "num_threads counts the caller. Commits the program's scratch.")
+      .def("run", &run_pass, "tokens"_a.noconvert(), "sequences"_a.noconvert(), "states"_a, "out_rows"_a.noconvert(),
+           "logits"_a.noconvert(), "cancel"_a.none() = nb::none(),
+           "One pass over n rows. tokens: int32 [n]; sequences: uint32 [n], indices into states, each sequence's rows "
+           "in order; out_rows: uint32 [m], ascending; logits: float32 [m, vocab], filled. On success the states "
+           "have grown; on an exception none has. HeadraceError(\"cancelled\") if `cancel` was set; a signal "
+           "handler's exception (KeyboardInterrupt) is raised within some 50 ms.")
+      .def_prop_ro("num_threads", &Executor::num_threads)
+      .def_prop_ro(
+          "vocab_size", [](const Executor& e) { return vocab_size(e.program()); }, "Columns of the logits.")
+      .def_prop_ro("op_seconds", &op_seconds, "Time spent in each op since construction, by the op's name.");
+}
 
 }  // namespace headrace

@@ -1,20 +1,16 @@
-// Expert sources and the expert memory. The engine builds them, the executor's binding takes ExpertMemory by reference;
-// begin, take, release and read_slot are for tests.
+// Expert sources and the expert memory. A layer is given as headrace.formats.checkpoint.LayerExperts. The executor's
+// binding takes ExpertMemory by reference; begin, take, release, end and read_slot are for tests.
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <array>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
 #include "experts/expert_memory.h"
-#include "experts/expert_source.h"
 #include "support/error.h"
 
 namespace nb = nanobind;
@@ -23,50 +19,40 @@ using namespace nb::literals;
 namespace headrace {
 namespace {
 
-template <class T, size_t kDims>
-using Table = nb::ndarray<const T, nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
-using Parts = std::array<std::tuple<uint32_t, uint32_t, uint32_t>, 3>;  // (dtype, rows, cols): gate, up, down
+template <class T>
+using Array = nb::ndarray<const T, nb::c_contig, nb::device::cpu>;
 
-LayerExperts layer_of(const Parts& parts, size_t num_experts) {
-  LayerExperts layer;
-  if (num_experts >= UINT32_MAX) throw Error("expert layer: expected under 2^32 experts");
-  layer.num_experts = static_cast<uint32_t>(num_experts);
-  for (size_t p = 0; p < 3; ++p) {
-    const auto& [type, rows, cols] = parts[p];
-    layer.parts[p] = {static_cast<DType>(type), rows, cols};
+std::vector<ExpertExtent> read_extents(const Array<uint32_t>& file, const Array<uint64_t>& offset, size_t count) {
+  if (file.size() != count || offset.size() != count) {
+    throw Error("expert source: expected " + std::to_string(count) + " files and offsets a layer, found " +
+                std::to_string(file.size()) + " and " + std::to_string(offset.size()));
   }
-  return layer;
+  std::vector<ExpertExtent> extents(count);
+  for (size_t i = 0; i < count; ++i) extents[i] = {file.data()[i], offset.data()[i]};
+  return extents;
 }
 
-void expect_shape(const char* what, size_t expected, size_t found) {
-  if (expected == found) return;
-  throw Error(std::string("expert layer: expected ") + std::to_string(expected) + " values of " + what + ", found " +
-              std::to_string(found));
-}
-
-std::vector<ExpertExtent> extents(const uint32_t* file, const uint64_t* offset, size_t n) {
-  std::vector<ExpertExtent> result(n);
-  for (size_t i = 0; i < n; ++i) result[i] = {file[i], offset[i]};
-  return result;
-}
-
-LayerExperts rows_layer(const Parts& parts, Table<uint32_t, 2> file, Table<uint64_t, 2> offset) {
-  LayerExperts layer = layer_of(parts, file.shape(0));
-  expect_shape("file per expert", 3, file.shape(1));
-  expect_shape("offset per expert", 3, offset.shape(1));
-  expect_shape("offset", file.size(), offset.size());
-  layer.rows = extents(file.data(), offset.data(), file.size());
-  return layer;
-}
-
-LayerExperts packed_layer(const Parts& parts, Table<uint32_t, 1> file, Table<uint64_t, 1> offset,
-                          Table<uint32_t, 1> crc) {
-  LayerExperts layer = layer_of(parts, file.shape(0));
-  expect_shape("offset", file.size(), offset.size());
-  expect_shape("crc", file.size(), crc.size());
-  layer.records = extents(file.data(), offset.data(), file.size());
-  layer.crc.assign(crc.data(), crc.data() + crc.size());
-  return layer;
+LayerExperts read_layer(nb::handle layer) {
+  LayerExperts out;
+  const auto parts = nb::cast<std::vector<std::tuple<uint32_t, uint32_t, uint32_t>>>(nb::list(layer.attr("parts")));
+  if (parts.size() != out.parts.size()) throw Error("expert source: expected gate, up and down in a layer");
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const auto [dtype, rows, cols] = parts[i];
+    if (!is_known_dtype(dtype)) throw Error("expert source: dtype " + std::to_string(dtype) + " is not known");
+    out.parts[i] = {static_cast<DType>(dtype), rows, cols};
+  }
+  out.num_experts = nb::cast<uint32_t>(layer.attr("num_experts"));
+  const auto file = nb::cast<Array<uint32_t>>(layer.attr("file"));
+  const auto offset = nb::cast<Array<uint64_t>>(layer.attr("offset"));
+  if (layer.attr("crc32c").is_none()) {
+    out.rows = read_extents(file, offset, size_t{out.num_experts} * 3);
+  } else {
+    out.records = read_extents(file, offset, out.num_experts);
+    const auto crc = nb::cast<Array<uint32_t>>(layer.attr("crc32c"));
+    if (crc.size() != out.num_experts) throw Error("expert source: expected a checksum an expert");
+    out.crc.assign(crc.data(), crc.data() + crc.size());
+  }
+  return out;
 }
 
 const LayerExperts& layer_at(const ExpertSource& source, uint32_t layer) {
@@ -75,87 +61,82 @@ const LayerExperts& layer_at(const ExpertSource& source, uint32_t layer) {
               std::to_string(layer));
 }
 
-nb::dict counters_dict(const ExpertMemory& memory) {
+ExpertMemoryOptions make_options(uint64_t arena_bytes, uint32_t loader_threads, bool direct_io) {
+  ExpertMemoryOptions options;
+  options.arena_bytes = arena_bytes;
+  options.loader_threads = loader_threads;
+  options.direct_io = direct_io;
+  return options;
+}
+
+nb::dict counters(const ExpertMemory& memory) {
   ExpertCounters c;
   {
-    nb::gil_scoped_release release;
+    nb::gil_scoped_release release;  // resize() on another thread may hold the lock for a while
     c = memory.counters();
   }
-  nb::dict d;
-  d["hits"] = c.hits;
-  d["late_hits"] = c.late_hits;
-  d["loads"] = c.loads;
-  d["prefetches"] = c.prefetches;
-  d["bytes_read"] = c.bytes_read;
-  d["bytes_unused"] = c.bytes_unused;
-  d["io_wait_s"] = static_cast<double>(c.io_wait_ns) * 1e-9;
-  return d;
+  nb::dict out;
+  out["hits"] = c.hits;
+  out["late_hits"] = c.late_hits;
+  out["loads"] = c.loads;
+  out["prefetches"] = c.prefetches;
+  out["bytes_read"] = c.bytes_read;
+  out["bytes_unused"] = c.bytes_unused;
+  out["io_wait_ns"] = c.io_wait_ns;
+  return out;
 }
 
 }  // namespace
 
 void init_experts(nb::module_& m) {
-  nb::class_<LayerExperts>(m, "ExpertLayer", "Where one layer's routed experts lie. parts: (dtype, rows, cols) x 3.")
-      .def_static("rows", &rows_layer, "parts"_a, "file"_a, "offset"_a,
-                  "Rows as the file stores them. file: uint32 [E, 3], offset: uint64 [E, 3] (gate, up, down), bytes.")
-      .def_static("packed", &packed_layer, "parts"_a, "file"_a, "offset"_a, "crc"_a,
-                  "A store's records. file: uint32 [E], offset: uint64 [E] (bytes), crc: uint32 [E] (CRC-32C).")
-      .def_static(
-          "none", [] { return LayerExperts(); }, "A layer without routed experts.")
-      .def_ro("num_experts", &LayerExperts::num_experts)
-      .def_prop_ro("is_packed", [](const LayerExperts& l) { return !l.records.empty(); })
-      .def_prop_ro("record_bytes", [](const LayerExperts& l) { return l.num_experts ? record_bytes(l) : 0; });
-
-  nb::class_<ExpertSource>(m, "ExpertSource",
-                           "All layers' experts in files. Raises HeadraceError on impossible tables.")
+  nb::class_<ExpertSource>(m, "ExpertSource", "Where the experts of a checkpoint lie in its files.")
       .def(
           "__init__",
-          [](ExpertSource* self, std::vector<std::string> files, std::vector<LayerExperts> layers) {
-            ExpertSource source{std::move(files), std::move(layers)};
-            check_layers(source);
+          [](ExpertSource* self, std::vector<std::string> files, nb::list layers) {
+            ExpertSource source;
+            source.files = std::move(files);
+            for (nb::handle layer : layers) source.layers.push_back(read_layer(layer));
+            check_layers(source);  // so that sizes asked of it are possible
             new (self) ExpertSource(std::move(source));
           },
           "files"_a, "layers"_a)
-      .def_ro("files", &ExpertSource::files)
-      .def_prop_ro("num_layers", [](const ExpertSource& s) { return s.layers.size(); })
       .def(
           "record_bytes",
-          [](const ExpertSource& s, uint32_t layer) {
-            const LayerExperts& l = layer_at(s, layer);
-            return l.num_experts ? record_bytes(l) : 0;
+          [](const ExpertSource& source, uint32_t layer) { return record_bytes(layer_at(source, layer)); }, "layer"_a,
+          "Bytes of a slot that holds an expert of this layer.")
+      .def(
+          "total_bytes",
+          [](const ExpertSource& source) {
+            uint64_t total = 0;
+            for (const LayerExperts& layer : source.layers) total += layer.num_experts * record_bytes(layer);
+            return total;
           },
-          "layer"_a, "Bytes of one expert of the layer in a slot; 0 if it has none.")
-      .def("total_bytes", [](const ExpertSource& s) {
-        uint64_t n = 0;
-        for (const LayerExperts& l : s.layers) n += l.num_experts ? l.num_experts * record_bytes(l) : 0;
-        return n;
-      });
+          "Bytes of slots that hold all experts.");
 
   using NoGil = nb::call_guard<nb::gil_scoped_release>;
-  nb::class_<ExpertMemory>(
-      m, "ExpertMemory",
-      "The bounded arena of expert slots and the threads that load into it. Counters and sizes may "
-      "be asked for by any thread, resize() between passes.")
+  nb::class_<ExpertMemory>(m, "ExpertMemory", "The arena of expert slots, and the threads that load experts.")
       .def(
           "__init__",
           [](ExpertMemory* self, const ExpertSource& source, uint64_t arena_bytes, uint32_t loader_threads,
-             bool direct_io) { new (self) ExpertMemory(source, {arena_bytes, loader_threads, direct_io}); },
-          "source"_a, "arena_bytes"_a, "loader_threads"_a = 2, "direct_io"_a = true, NoGil(),
-          "Opens and checks the files and commits arena_bytes. Raises HeadraceError.")
-      .def("counters", &counters_dict, "Sums since construction, as DESIGN.md names them; io_wait_s in seconds.")
-      .def("resize", &ExpertMemory::resize, "arena_bytes"_a, NoGil())
-      .def_prop_ro("arena_bytes", &ExpertMemory::arena_bytes, NoGil())
-      .def_prop_ro("committed_bytes", &ExpertMemory::committed_bytes, NoGil())
-      .def_prop_ro("num_slots", &ExpertMemory::num_slots, NoGil())
-      .def_prop_ro("resident_experts", &ExpertMemory::resident_experts, NoGil())
-      .def_prop_ro("total_experts", &ExpertMemory::total_experts)
+             bool direct_io) {
+            nb::gil_scoped_release release;
+            new (self) ExpertMemory(source, make_options(arena_bytes, loader_threads, direct_io));
+          },
+          "source"_a, "arena_bytes"_a, "loader_threads"_a = 2, "direct_io"_a = true)
       .def_static(
           "overhead_bytes",
-          [](const ExpertSource& source, uint64_t arena_bytes, uint32_t loader_threads) {
-            return ExpertMemory::overhead_bytes(source, {arena_bytes, loader_threads, true});
+          [](const ExpertSource& source, uint32_t loader_threads) {
+            return ExpertMemory::overhead_bytes(source, make_options(0, loader_threads, true));
           },
-          "source"_a, "arena_bytes"_a, "loader_threads"_a = 2, "Bytes that it will hold besides the arena.")
-      // For tests: what an executor does.
+          "source"_a, "loader_threads"_a = 2, "What it holds besides the arena.")
+      .def("counters", &counters, "Expert counters since construction, by name.")
+      .def("resize", &ExpertMemory::resize, "arena_bytes"_a, NoGil(),
+           "Moves the ceiling on slot bytes, between passes.")
+      .def_prop_ro("arena_bytes", &ExpertMemory::arena_bytes, NoGil())
+      .def_prop_ro("committed_bytes", &ExpertMemory::committed_bytes, NoGil())
+      .def_prop_ro("num_slots", &ExpertMemory::num_slots, NoGil(), "Slots of the largest record that the arena holds.")
+      .def_prop_ro("resident_experts", &ExpertMemory::resident_experts, NoGil())
+      .def_prop_ro("total_experts", &ExpertMemory::total_experts)
       .def(
           "begin",
           [](ExpertMemory& memory, uint32_t layer, const std::vector<uint32_t>& ids) { memory.begin(layer, ids); },
@@ -173,7 +154,8 @@ void init_experts(nb::module_& m) {
       .def(
           "read_slot",
           [](const ExpertMemory& memory, uint32_t layer, uint32_t index) {
-            return nb::bytes(memory.address(index), record_bytes(layer_at(memory.source(), layer)));
+            const uint64_t n = record_bytes(layer_at(memory.source(), layer));
+            return nb::bytes(memory.address(index), n);
           },
           "layer"_a, "index"_a, "The bytes of a taken expert of the layer in progress.");
 }

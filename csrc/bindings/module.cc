@@ -1,5 +1,6 @@
 #include "bindings/bindings.h"
 #include "support/error.h"
+#include "support/interrupt.h"
 
 namespace nb = nanobind;
 
@@ -16,6 +17,8 @@ NB_MODULE(_core, m) {
       PyErr_SetString(headrace_error, e.what());
     }
   });
+  m.def("exit_on_interrupt", &headrace::exit_on_interrupt, nb::arg("on"),
+        "SIGINT ends the process at once with status 130 (on), or is Python's again (off).");
   headrace::init_kernels(m);
   headrace::init_experts(m);
   headrace::init_executor(m);

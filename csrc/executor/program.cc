@@ -53,8 +53,8 @@ class Reader {
   // A count whose items take at least `item_bytes` each, so that no hostile count is ever allocated for.
   uint32_t count(const char* of, uint64_t item_bytes) {
     uint32_t n = u32();
-    require(n <= left() / item_bytes, "count of " + std::string(of) + " is " + str(n) + ", but only " + str(left()) +
-                                          " bytes follow");
+    require(n <= left() / item_bytes,
+            "count of " + std::string(of) + " is " + str(n) + ", but only " + str(left()) + " bytes follow");
     return n;
   }
 
@@ -182,9 +182,9 @@ class ShapeCheck {
     const ValueInfo& x = input(0);
     int64_t group = attr(attr_rms_norm::kGroup, 1, kMaxWidth);
     expect_weight(WeightRole::kVector);
-    require(weight().cols == group && x.width % group == 0, at() + "group " + str(group) + " against a row of " +
-                                                                str(x.width) + " and a weight of " +
-                                                                str(weight().cols));
+    require(
+        weight().cols == group && x.width % group == 0,
+        at() + "group " + str(group) + " against a row of " + str(x.width) + " and a weight of " + str(weight().cols));
     expect_finite(attr_rms_norm::kEps);
     expect(x, ValueKind::kF32, x.extent, x.width, "input 0");
     expect(output(0), x.kind, x.extent, x.width, "output 0");
@@ -210,9 +210,9 @@ class ShapeCheck {
     attr(attr_rope::kStyle, 0, 1);
     expect(x, ValueKind::kF32, Extent::kRows, x.width, "input 0");
     expect(angles, ValueKind::kF32, Extent::kRows, angles.width, "input 1");
-    require(x.width % head_dim == 0 && angles.width % 2 == 0 && angles.width <= static_cast<uint64_t>(head_dim),
-            at() + "heads of " + str(head_dim) + " in a row of " + str(x.width) + " with " + str(angles.width) +
-                " angles");
+    require(
+        x.width % head_dim == 0 && angles.width % 2 == 0 && angles.width <= static_cast<uint64_t>(head_dim),
+        at() + "heads of " + str(head_dim) + " in a row of " + str(x.width) + " with " + str(angles.width) + " angles");
     expect(output(0), x.kind, x.extent, x.width, "output 0");
   }
   void attention() const {
@@ -223,9 +223,9 @@ class ShapeCheck {
     expect_finite(attr_attention::kScale);
     require(num_q % num_kv == 0, at() + str(num_q) + " query heads over " + str(num_kv) + " key heads");
     const StateInfo& state = p_.states[op_.states[0]];
-    require(state.num_heads == num_kv && state.head_dim == head_dim,
-            at() + "state of " + str(state.num_heads) + " x " + str(state.head_dim) + ", expected " + str(num_kv) +
-                " x " + str(head_dim));
+    require(state.num_heads == num_kv && state.head_dim == head_dim, at() + "state of " + str(state.num_heads) + " x " +
+                                                                         str(state.head_dim) + ", expected " +
+                                                                         str(num_kv) + " x " + str(head_dim));
     expect(input(0), ValueKind::kF32, Extent::kRows, num_q * head_dim, "input 0");
     expect(input(1), ValueKind::kF32, Extent::kRows, num_kv * head_dim, "input 1");
     expect(input(2), ValueKind::kF32, Extent::kRows, num_kv * head_dim, "input 2");
@@ -271,9 +271,7 @@ class ShapeCheck {
   const ValueInfo& input(int i) const { return p_.values[op_.inputs[i]]; }
   const ValueInfo& output(int i) const { return p_.values[op_.outputs[i]]; }
   const WeightInfo& weight() const { return p_.weights[op_.weights[0]]; }
-  std::string at() const {
-    return "op " + str(index_) + " (" + kOps[static_cast<uint32_t>(op_.code)].name + "): ";
-  }
+  std::string at() const { return "op " + str(index_) + " (" + kOps[static_cast<uint32_t>(op_.code)].name + "): "; }
   int64_t attr(uint32_t i, int64_t least, int64_t most) const {
     int64_t v = op_.attr_int[i];
     require(v >= least && v <= most, at() + "attribute " + str(i) + " is " + std::to_string(v) + ", expected " +
@@ -306,9 +304,7 @@ bool overlap(const Program& p, const ValueInfo& a, const ValueInfo& b) {
 }
 
 // The first output of these may lie exactly on the first input, if that is not needed again.
-bool may_run_in_place(OpCode code) {
-  return code == OpCode::kRmsNorm || code == OpCode::kRope || code == OpCode::kAdd;
-}
+bool may_run_in_place(OpCode code) { return code == OpCode::kRmsNorm || code == OpCode::kRope || code == OpCode::kAdd; }
 
 // Every value is written once, before it is read, and while it lives nothing else is written over it.
 void check_buffers(const Program& p) {

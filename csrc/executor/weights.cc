@@ -27,7 +27,7 @@ class File {
  public:
   explicit File(const std::string& path) : path_(path), fd_(open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
     if (fd_ < 0) throw Error(path + ": cannot open: " + std::strerror(errno));
-    struct stat st {};
+    struct stat st{};
     if (fstat(fd_, &st) != 0 || !S_ISREG(st.st_mode)) {
       close(fd_);
       throw Error(path + ": not a regular file");
@@ -137,10 +137,10 @@ void load_vector(TensorReader& in, uint32_t cols, DType file_dtype, float* out) 
 }
 
 uint64_t resident_bytes_of(const WeightInfo& w) {
-  return w.role == WeightRole::kTable ? 0 : round_up(w.role == WeightRole::kMatrix
-                                                          ? matrix_bytes(w.dtype, w.rows, w.cols)
-                                                          : row_bytes(DType::kF32, w.cols),
-                                                      64);
+  return w.role == WeightRole::kTable ? 0
+                                      : round_up(w.role == WeightRole::kMatrix ? matrix_bytes(w.dtype, w.rows, w.cols)
+                                                                               : row_bytes(DType::kF32, w.cols),
+                                                 64);
 }
 
 }  // namespace
@@ -180,8 +180,11 @@ uint64_t Weights::resident_bytes(const Program& program) {
 }
 
 Weights::Weights(const Program& program)
-    : impl_(new Impl{program.weights, {}, std::vector<Impl::Table>(program.weights.size()),
-                     std::vector<uint8_t>(program.weights.size()), Mapping(resident_bytes(program))}) {
+    : impl_(new Impl{program.weights,
+                     {},
+                     std::vector<Impl::Table>(program.weights.size()),
+                     std::vector<uint8_t>(program.weights.size()),
+                     Mapping(resident_bytes(program))}) {
   uint64_t at = 0;
   for (const WeightInfo& w : program.weights) {
     impl_->offsets.push_back(at);
@@ -191,8 +194,8 @@ Weights::Weights(const Program& program)
 
 Weights::~Weights() = default;
 
-void Weights::load(uint32_t index, const std::string& tensor, const std::string& file, uint64_t offset,
-                   uint64_t nbytes, DType file_dtype, bool packed, bool check_crc, uint32_t crc) {
+void Weights::load(uint32_t index, const std::string& tensor, const std::string& file, uint64_t offset, uint64_t nbytes,
+                   DType file_dtype, bool packed, bool check_crc, uint32_t crc) {
   const WeightInfo& w = impl_->info(index);
   TensorReader in(file, tensor, offset, nbytes);
   if (w.role == WeightRole::kMatrix) {

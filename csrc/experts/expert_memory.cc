@@ -497,9 +497,7 @@ uint64_t ExpertMemory::overhead_bytes(const ExpertSource& source, const ExpertMe
   // A slot's row in the tables: Slot, slot_of, two links and a mark of the Lru, committed bytes, a node of each set.
   const uint64_t row = sizeof(Slot) + 4 + 8 + 1 + 8 + 64 + 48;
   tables += count_experts(source) * row;
-  const uint64_t stack = 64 << 10;  // what a loader thread touches of it, and its allocator's arena
-  return tables + options.loader_threads * (staging_bytes(source) + stack) +
-         std::min(options.arena_bytes, count_experts(source) * largest_record(source)) / 512;  // page tables: 8 of 4096
+  return tables + options.loader_threads * staging_bytes(source);
 }
 
 }  // namespace headrace

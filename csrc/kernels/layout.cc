@@ -9,19 +9,19 @@
 namespace headrace {
 namespace {
 
-// One column is 16 values.
+// One column is 16 values. Columns in steps that keep the tile's part in the L1 cache while its rows are read.
 template <class Value>
 void pack_columns(const uint8_t* const (&row)[kTileRows], uint32_t cols, uint8_t* tile) {
-  constexpr uint32_t kChunk = 16;
-  for (uint32_t begin = 0; begin < cols; begin += kChunk) {
-    const uint32_t n = cols - begin < kChunk ? cols - begin : kChunk;
-    Value chunk[kChunk * kTileRows];
+  constexpr uint32_t kStep = 64 / sizeof(Value);
+  for (uint32_t first = 0; first < cols; first += kStep) {
+    const uint32_t n = cols - first < kStep ? cols - first : kStep;
     for (uint32_t r = 0; r < kTileRows; ++r) {
-      Value values[kChunk];
-      std::memcpy(values, row[r] + begin * sizeof(Value), n * sizeof(Value));
-      for (uint32_t k = 0; k < n; ++k) chunk[k * kTileRows + r] = values[k];
+      const uint8_t* src = row[r] + first * sizeof(Value);
+      uint8_t* dst = tile + (first * kTileRows + r) * sizeof(Value);
+      for (uint32_t k = 0; k < n; ++k) {
+        std::memcpy(dst + k * kTileRows * sizeof(Value), src + k * sizeof(Value), sizeof(Value));
+      }
     }
-    std::memcpy(tile + size_t{begin} * kTileRows * sizeof(Value), chunk, size_t{n} * kTileRows * sizeof(Value));
   }
 }
 

@@ -7,6 +7,7 @@ from statistics import median
 
 import numpy as np
 
+from headrace import _core
 from headrace.commands.model import open_model
 from headrace.commands.run import hit_rate, session_report
 from headrace.engine import Engine, EngineOptions
@@ -23,6 +24,7 @@ def bench(
     seed: int,
     as_json: bool,
 ) -> None:
+    _core.exit_on_interrupt(True)  # nothing is written
     checkpoint = open_model(model)
     options = EngineOptions(
         context=prompt_tokens + gen_tokens,

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from headrace import _core
 from headrace.commands.model import open_model
 from headrace.engine import Engine, EngineOptions, Figures, Session
 from headrace.errors import HeadraceError
@@ -37,6 +38,7 @@ class RunOptions:
 
 
 def run(options: RunOptions) -> None:
+    _core.exit_on_interrupt(True)  # loading writes nothing and cannot be polled
     checkpoint = open_model(options.model)
     tokenizer = load_tokenizer(checkpoint.tokenizer, checkpoint.config)
     if tokenizer is None:
@@ -62,8 +64,7 @@ def run(options: RunOptions) -> None:
     if len(prompt_ids) > context:
         raise HeadraceError(
             f"the prompt has {len(prompt_ids)} tokens, the context holds {context}"
-            f" (the model's limit is {limit}); shorten the prompt"
-            + (" or raise -c" if context < limit else "")
+            f" (the model's limit is {limit}); shorten the prompt" + (" or raise -c" if context < limit else "")
         )
     engine_options = EngineOptions(
         context=context,
@@ -73,6 +74,7 @@ def run(options: RunOptions) -> None:
         kv_dtype=DType.F32 if options.kv == "f32" else DType.F16,
     )
     with Engine(checkpoint, engine_options) as engine:
+        _core.exit_on_interrupt(False)  # from here on a pass notices it
         session = engine.session()
         start = time.perf_counter()
         logits = session.prefill(prompt_ids)

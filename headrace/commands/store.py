@@ -27,9 +27,7 @@ def _progress(title: str, show: bool) -> Iterator[Callable[[int, int], None]]:
     columns = (TextColumn(title), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(title)
-        yield lambda done_bytes, total_bytes: bar.update(
-            task, completed=done_bytes, total=total_bytes
-        )
+        yield lambda done_bytes, total_bytes: bar.update(task, completed=done_bytes, total=total_bytes)
 
 
 def pack(source: str, destination: str, as_json: bool) -> None:
@@ -49,8 +47,6 @@ def verify(store: str, as_json: bool) -> None:
         print(json.dumps(report.as_dict()))
     if report.problems:
         more = len(report.problems) - 1
-        raise HeadraceError(
-            report.problems[0] + (f" (and {more} more problems)" if more else "")
-        )
+        raise HeadraceError(report.problems[0] + (f" (and {more} more problems)" if more else ""))
     if not as_json:
         print(f"{store}: every checksum holds, {format_size(report.bytes_read)} read")

@@ -20,7 +20,7 @@ PAGE = 4096
 RESERVE_BYTES = 8 * MIB
 # Two runs of the same command differ in what the interpreter holds; the smallest budget is named with this much
 # room, so that naming it again works.
-NAMED_SLACK_BYTES = 4 * MIB
+NAMED_SLACK_BYTES = 2 * MIB
 THREAD_BYTES = 256 << 10  # stack and allocator arena that a thread really touches
 ROWS_PER_PASS = (512, 256, 128, 64, 32, 16, 8)
 # Larger passes cost slots: scratch takes at most this share of what is left for it and the arena.
@@ -111,9 +111,7 @@ def plan_memory(
         return n + page_table_bytes(n)
 
     # The smallest: the shortest passes, and an arena that holds one expert.
-    smallest = max(
-        total(needs.scratch_bytes(rows[-1]), needs.largest_record_bytes), readings.peak_rss_bytes
-    )
+    smallest = max(total(needs.scratch_bytes(rows[-1]), needs.largest_record_bytes), readings.peak_rss_bytes)
     minimum_bytes = -(-(smallest + NAMED_SLACK_BYTES) // MIB) * MIB
     resident_bytes = -(-total(needs.scratch_bytes(rows[0]), needs.expert_bytes) // MIB) * MIB
 
@@ -136,7 +134,7 @@ def plan_memory(
 
     def arena_for(scratch_bytes: int) -> int:
         rest = budget_bytes - total(scratch_bytes, 0)
-        rest -= rest // 512  # its page tables
+        rest -= rest // 512 + PAGE  # its page tables
         return max(needs.largest_record_bytes, min(rest, needs.expert_bytes))
 
     def fits(scratch_bytes: int) -> bool:

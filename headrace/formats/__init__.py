@@ -8,19 +8,21 @@ from pathlib import Path
 
 from headrace.errors import HeadraceError
 from headrace.formats.checkpoint import Checkpoint
-from headrace.formats.gguf import read_gguf
+from headrace.formats.gguf import MAGIC, read_gguf
+from headrace.formats.header import opened, read_at
 from headrace.formats.hf import read_hf
+from headrace.formats.store import MANIFEST, read_store
 
 __all__ = ["open_checkpoint"]
 
-_MANIFEST = "manifest.json"
 _CONFIG = "config.json"
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Reads what `path` is, by its content: a store, a Hugging Face directory or a GGUF file.
 
-    Only headers are read. Raises HeadraceError with one line that says what is wrong and what to do.
+    Only headers are read. Raises HeadraceError with one line that says what is wrong and what to
+    do.
     """
     path = Path(path)
     try:
@@ -33,13 +35,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise HeadraceError(f"{path}: cannot open: {getattr(e, 'strerror', e)}") from None
     if stat.S_ISDIR(mode):
         return _open_directory(path)
-    for suffix, what in ((".safetensors", "a safetensors file"), (".bin", "a PyTorch file")):
-        if path.name.endswith(suffix):
-            raise HeadraceError(
-                f"{path}: {what} alone has no configuration; give the directory that holds {_CONFIG}"
-            )
-    if path.name == _MANIFEST:
-        raise HeadraceError(f"{path}: this is part of a store; give its directory, {path.parent}")
+    with opened(path) as (fd, size):
+        magic = read_at(fd, min(4, size), 0, path)
+    if magic != MAGIC and path.name.endswith((".safetensors", ".bin", ".json")):
+        raise HeadraceError(
+            f"{path}: one file of a checkpoint does not say what model it is; give its directory, "
+            f"{path.parent}"
+        )
     return read_gguf(path)
 
 
@@ -48,6 +50,8 @@ def _open_directory(path: Path) -> Checkpoint:
         names = set(os.listdir(path))
     except OSError as e:
         raise HeadraceError(f"{path}: cannot open: {e.strerror}") from None
+    if MANIFEST in names:
+        return read_store(path)
     if _CONFIG in names:
         return read_hf(path)
     hint = ""
@@ -55,5 +59,6 @@ def _open_directory(path: Path) -> Checkpoint:
     if ggufs:
         hint = f"; it holds GGUF files: give one of them, for example {path / ggufs[0]}"
     raise HeadraceError(
-        f"{path}: expected {_MANIFEST} (a store) or {_CONFIG} (a Hugging Face directory), found neither{hint}"
+        f"{path}: expected {MANIFEST} (a store) or {_CONFIG} (a Hugging Face directory), found "
+        f"neither{hint}"
     )

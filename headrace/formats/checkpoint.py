@@ -1,7 +1,7 @@
 """What every reader returns: a Checkpoint. Only places and shapes; no tensor data is held here.
 
-A GGUF in place, a Hugging Face directory and a store all become this one description, so that nothing
-after it knows which one it was.
+A GGUF in place, a Hugging Face directory and a store all become this one description, so that
+nothing after it knows which one it was.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.models.config import ModelConfig
+if TYPE_CHECKING:  # models/ imports this module
+    from headrace.models.config import ModelConfig
 
 
 class DType(IntEnum):
@@ -29,7 +31,8 @@ class DType(IntEnum):
         return self in (DType.Q4_0, DType.Q8_0)
 
     def row_bytes(self, cols: int) -> int:
-        """Bytes of a row of `cols` values as files store it; quantized types need cols % 32 == 0."""
+        """Bytes of a row of `cols` values as files store it; quantized types need cols % 32 ==
+        0."""
         if self == DType.F32:
             return cols * 4
         if self in (DType.F16, DType.BF16):
@@ -61,8 +64,8 @@ class TensorInfo:
 class EmbeddingTable:
     """Token embeddings, read row by row on demand and never resident.
 
-    Row i lies at offset + i * stride_bytes, DType.row_bytes(cols) long. In a store (has_crc) the row is
-    followed by the little-endian CRC-32C of its bytes.
+    Row i lies at offset + i * stride_bytes, DType.row_bytes(cols) long. In a store (has_crc) the
+    row is followed by the little-endian CRC-32C of its bytes.
     """
 
     dtype: DType
@@ -78,8 +81,9 @@ class EmbeddingTable:
 class LayerExperts:
     """The routed experts of one layer. parts: (dtype, rows, cols) of gate, up and down.
 
-    Either row extents (`file`, `offset`: [num_experts, 3]; each part contiguous in the file's row layout)
-    or packed records (`file`, `offset`, `crc32c`: [num_experts]; see csrc/experts/expert_source.h).
+    Either row extents (`file`, `offset`: [num_experts, 3]; each part contiguous in the file's row
+    layout) or packed records (`file`, `offset`, `crc32c`: [num_experts]; see
+    csrc/experts/expert_source.h).
     """
 
     parts: tuple[tuple[DType, int, int], ...]
@@ -93,8 +97,8 @@ class LayerExperts:
 class TokenizerSource:
     """Where the tokenizer comes from; text/tokenizer.py turns it into a Tokenizer.
 
-    Exactly one of: tokenizer_json (a Hugging Face directory or a store), or gguf (the tokenizer.* metadata
-    of a GGUF), or neither (a checkpoint without vocabulary: token ids only).
+    Exactly one of: tokenizer_json (a Hugging Face directory or a store), or gguf (the tokenizer.*
+    metadata of a GGUF), or neither (a checkpoint without vocabulary: token ids only).
     """
 
     tokenizer_json: Path | None = None
@@ -111,7 +115,9 @@ class Checkpoint:
     name: str
     config: ModelConfig
     files: tuple[Path, ...]
-    tensors: dict[str, TensorInfo]  # the trunk: no experts, no token_embd (unless tied: see embedding)
+    # The trunk: no experts and no token_embd. Tied: output.weight is there too, at the embedding's
+    # bytes.
+    tensors: dict[str, TensorInfo]
     embedding: EmbeddingTable
     experts: tuple[LayerExperts, ...]
     tokenizer: TokenizerSource

@@ -18,6 +18,8 @@ from headrace.formats.placing import FileTensor, place
 from headrace.models.config import ARCHITECTURES, ModelConfig
 from headrace.models.fields import Fields, shown
 
+MAGIC = b"GGUF"
+
 # Far above any real file (150,000 tokens and their merges take 6 MB), far below what would hurt.
 MAX_HEADER_BYTES = 64 << 20
 MAX_KEYS = 1 << 16
@@ -42,10 +44,10 @@ _STRING, _ARRAY = 8, 9
 _ARRAY_DTYPES = {7: "<u1", **{t: "<" + s.format[1] for t, s in _SCALARS.items() if t != 7}}
 
 _TYPE_NAMES = {
-    3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
-    15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
-    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K",
+    14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
+    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
+    28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
 _SUPPORTED_TYPES = ", ".join(t.name for t in DType)
 
@@ -73,14 +75,15 @@ class _Header:
 def read_gguf(path: Path) -> Checkpoint:
     """The checkpoint in a GGUF file, or in the split set of which `path` is the first file.
 
-    Raises HeadraceError for a file that is truncated, malformed, of another GGUF version or byte order, or that
-    holds an architecture, a weight type or a setting that is not supported.
+    Raises HeadraceError for a file that is truncated, malformed, of another GGUF version or byte
+    order, or that holds an architecture, a weight type or a setting that is not supported.
     """
     first = _read_header(path)
     arch = Fields(first.metadata, str(path)).text("general.architecture")
     if arch not in ARCHITECTURES:
         raise HeadraceError(
-            f"{path}: architecture {shown(arch)} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"{path}: architecture {shown(arch)} is not supported; supported: "
+            f"{', '.join(ARCHITECTURES)}"
         )
     headers = [first, *_rest_of_split(first)]
     tensors: dict[str, FileTensor] = {}
@@ -112,13 +115,15 @@ def _read_header(path: Path) -> _Header:
             raise HeadraceError(f"{path}: the file is empty; expected a GGUF")
         r = HeaderReader(path, fd, size)
         magic = r.take(min(4, size), "magic")
-        if magic != b"GGUF":
+        if magic != MAGIC:
             raise HeadraceError(
-                f"{path}: not a GGUF: expected the bytes {b'GGUF'!r} at offset 0, found {magic!r}"
+                f"{path}: not a GGUF: expected the bytes {MAGIC!r} at offset 0, found {magic!r}"
             )
         version = r.u32("version")
         if version & 0xFFFF == 0 and version:
-            raise HeadraceError(f"{path}: big-endian GGUF is not supported; convert it to little-endian")
+            raise HeadraceError(
+                f"{path}: big-endian GGUF is not supported; convert it to little-endian"
+            )
         if version != 3:
             raise HeadraceError(f"{path}: GGUF version {version} is not supported; expected 3")
         num_tensors, num_keys = r.u64("tensor count"), r.u64("key count")
@@ -130,7 +135,8 @@ def _read_header(path: Path) -> _Header:
             most = min(most, r.remaining // least)
             if count > most:
                 raise HeadraceError(
-                    f"{path}: {what} count in the header: expected at most {most} for this file, found {count}"
+                    f"{path}: {what} count in the header: expected at most {most} in a file of "
+                    f"{size} bytes, found {count}; truncated or damaged"
                 )
 
         metadata: dict[str, Any] = {}
@@ -156,7 +162,9 @@ def _read_header(path: Path) -> _Header:
 
     alignment = Fields(metadata, str(path)).integer("general.alignment", 32, 1, 1 << 24)
     if alignment & (alignment - 1):
-        raise HeadraceError(f"{path}: general.alignment: expected a power of two, found {alignment}")
+        raise HeadraceError(
+            f"{path}: general.alignment: expected a power of two, found {alignment}"
+        )
     data_offset = -(-end // alignment) * alignment
     return _Header(path, size, metadata, tensors, alignment, data_offset)
 
@@ -170,7 +178,8 @@ def _name_string(r: HeaderReader, what: str) -> str:
     at, n = r.offset, r.u64(what)
     if not 0 < n <= MAX_NAME_BYTES:
         raise HeadraceError(
-            f"{r.path}: {what} at offset {at}: expected a length from 1 to {MAX_NAME_BYTES}, found {n}"
+            f"{r.path}: {what} at offset {at}: expected a length from 1 to {MAX_NAME_BYTES}, found "
+            f"{n}"
         )
     return _text(r, r.take(n, what), at, what)
 
@@ -186,13 +195,15 @@ def _string(r: HeaderReader, key: str) -> str:
     at, n = r.offset, int.from_bytes(r.take(8, key), "little")
     if n > MAX_HEADER_BYTES:
         raise HeadraceError(
-            f"{r.path}: {key} at offset {at}: expected a string of at most {MAX_HEADER_BYTES} bytes, found {n}"
+            f"{r.path}: {key} at offset {at}: expected a string of at most {MAX_HEADER_BYTES} "
+            f"bytes, found {n}"
         )
     return _text(r, r.take(n, key), at, key)
 
 
 def _value(r: HeaderReader, key: str) -> Any:
-    """A value of the key that comes next: int, float, bool, str, list of str, or a NumPy array of numbers."""
+    """A value of the key that comes next: int, float, bool, str, list of str, or a NumPy array of
+    numbers."""
     key = f"key {shown(key)}"
     at, kind = r.offset, r.u32(key)
     if kind == _STRING:
@@ -203,12 +214,15 @@ def _value(r: HeaderReader, key: str) -> Any:
         raise HeadraceError(f"{r.path}: {key} at offset {at}: unknown value type {kind}")
     at, item, n = r.offset, r.u32(key), r.u64(key)
     if item != _STRING and item not in _ARRAY_DTYPES:
-        raise HeadraceError(f"{r.path}: {key} at offset {at}: arrays of value type {item} are not supported")
+        raise HeadraceError(
+            f"{r.path}: {key} at offset {at}: arrays of value type {item} are not supported"
+        )
     item_bytes = 8 if item == _STRING else np.dtype(_ARRAY_DTYPES[item]).itemsize
     most = min(r.remaining, MAX_HEADER_BYTES) // item_bytes
     if n > most:
         raise HeadraceError(
-            f"{r.path}: {key} at offset {at}: expected an array of at most {most} values for this file, found {n}"
+            f"{r.path}: {key} at offset {at}: expected an array of at most {most} values in a file "
+            f"of {r.size} bytes, found {n}; truncated or damaged"
         )
     if item == _STRING:
         strings = []
@@ -230,7 +244,8 @@ def _tensor_info(r: HeaderReader, name: str) -> _RawTensor:
     for d in dims:
         if not 1 <= d < 2**31:
             raise HeadraceError(
-                f"{r.path}: {what} at offset {at}: expected dimensions from 1 to 2147483647, found {dims}"
+                f"{r.path}: {what} at offset {at}: expected dimensions from 1 to 2147483647, found "
+                f"{dims}"
             )
     type_id, offset = r.u32(what), r.u64(what)
     return _RawTensor(name, type_id, tuple(reversed(dims)), offset)
@@ -255,19 +270,22 @@ def _locate(header: _Header, index: int) -> dict[str, FileTensor]:
             nbytes *= d
         if raw.offset % header.alignment:
             raise HeadraceError(
-                f"{title}: expected a data offset that is a multiple of {header.alignment}, found {raw.offset}"
+                f"{title}: expected a data offset that is a multiple of {header.alignment}, found "
+                f"{raw.offset}"
             )
         begin = header.data_offset + raw.offset
         if begin + nbytes > header.size:
             raise HeadraceError(
-                f"{title}: truncated: its {nbytes} bytes at offset {begin} end at {begin + nbytes}, "
-                f"the file at {header.size}; download it again"
+                f"{title}: truncated: its {nbytes} bytes at offset {begin} end at "
+                f"{begin + nbytes}, the file at {header.size}; download it again"
             )
         tensors[raw.name] = FileTensor(title, dtype, raw.shape, index, begin, nbytes)
     end = 0
     for t in sorted(tensors.values(), key=lambda t: t.offset):
         if t.offset < end:
-            raise HeadraceError(f"{t.title}: its data at offset {t.offset} overlaps another tensor's")
+            raise HeadraceError(
+                f"{t.title}: its data at offset {t.offset} overlaps another tensor's"
+            )
         end = t.offset + t.nbytes
     return tensors
 
@@ -283,7 +301,8 @@ def _rest_of_split(first: _Header) -> list[_Header]:
     if not name or int(name[3]) != count or int(name[2]) != number + 1:
         expected = f"-{number + 1:05}-of-{count:05}.gguf"
         raise HeadraceError(
-            f"{first.path}: file {number + 1} of a split set of {count}: expected a name that ends in {expected}"
+            f"{first.path}: file {number + 1} of a split set of {count}: expected a name that ends "
+            f"in {expected}"
         )
 
     def part(i: int) -> Path:
@@ -291,26 +310,29 @@ def _rest_of_split(first: _Header) -> list[_Header]:
 
     if number != 0:
         raise HeadraceError(
-            f"{first.path}: file {number + 1} of a split set of {count}; give the first, {part(0).name}"
+            f"{first.path}: file {number + 1} of a split set of {count}; give the first, "
+            f"{part(0).name}"
         )
     missing = [part(i).name for i in range(count) if not os.path.exists(part(i))]
     if missing:
         raise HeadraceError(
-            f"{first.path}: {len(missing)} of {count} files of the split set are missing; "
-            f"expected {missing[0]} in the same directory"
+            f"{first.path}: {len(missing)} of {count} files of the split set are missing; expected "
+            f"{missing[0]} in the same directory"
         )
     rest = [_read_header(part(i)) for i in range(1, count)]
     for i, header in enumerate(rest, 1):
         found = (header.metadata.get("split.no"), header.metadata.get("split.count"))
         if found != (i, count):
             raise HeadraceError(
-                f"{header.path}: expected split.no, split.count = {(i, count)}, found {shown(found)}"
+                f"{header.path}: expected split.no, split.count = {(i, count)}, found "
+                f"{shown(found)}"
             )
     total = sum(len(h.tensors) for h in (first, *rest))
     expected = keys.integer("split.tensors.count", total, 0)
     if total != expected:
         raise HeadraceError(
-            f"{first.path}: split.tensors.count: expected {expected} tensors in the split set, found {total}"
+            f"{first.path}: split.tensors.count: expected {expected} tensors in the split set, "
+            f"found {total}"
         )
     return rest
 
@@ -333,12 +355,16 @@ def _tokenizer(header: _Header, config: ModelConfig) -> TokenizerSource:
     found = len(tokens) if isinstance(tokens, list) else 0
     if found != config.vocab_size:
         raise HeadraceError(
-            f"{header.path}: tokenizer and embedding disagree: token_embd.weight has {config.vocab_size} rows, "
-            f"tokenizer.ggml.tokens {found} tokens"
+            f"{header.path}: tokenizer and embedding disagree: token_embd.weight has "
+            f"{config.vocab_size} rows, tokenizer.ggml.tokens {found} tokens"
         )
-    entries = {
-        k: v
-        for k, v in metadata.items()
-        if k.startswith("tokenizer.") and not k.startswith("tokenizer.chat_template")
-    }
+    entries: dict[str, object] = {}
+    for key, value in metadata.items():
+        if not key.startswith("tokenizer.") or key.startswith("tokenizer.chat_template"):
+            continue
+        if isinstance(value, np.ndarray):
+            if len(value) != found:  # only what runs along the tokens is of use
+                continue
+            value = value.tolist()
+        entries[key] = value
     return TokenizerSource(gguf=entries, chat_template=template)

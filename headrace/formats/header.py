@@ -1,4 +1,5 @@
-"""HeaderReader: a file's first bytes, read in order with pread, every length checked before it is read."""
+"""HeaderReader: a file's first bytes, read in order with pread, every length checked before it is
+read."""
 
 from __future__ import annotations
 
@@ -32,22 +33,25 @@ def opened(path: Path) -> Iterator[tuple[int, int]]:
         os.close(fd)
 
 
-def read_at(fd: int, nbytes: int, offset: int, path: Path) -> bytes:
-    """Exactly nbytes at offset; a failed or short read raises HeadraceError."""
-    parts = []
+def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Fills `buffer` (bytes) from the file at offset; a failed or short read raises
+    HeadraceError."""
     done = 0
-    while done < nbytes:
+    while done < len(buffer):
         try:
-            part = os.pread(fd, nbytes - done, offset + done)
+            count = os.preadv(fd, [buffer[done:]], offset + done)
         except OSError as e:
             raise HeadraceError(f"{path}: read at offset {offset + done}: {e.strerror}") from None
-        if not part:
-            raise HeadraceError(
-                f"{path}: truncated: expected {nbytes} bytes at offset {offset}, found {done}"
-            )
-        parts.append(part)
-        done += len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+        if not count:
+            raise HeadraceError(f"{path}: truncated: expected {len(buffer)} bytes at offset {offset}, found {done}")
+        done += count
+
+
+def read_at(fd: int, nbytes: int, offset: int, path: Path) -> bytes:
+    """nbytes at offset, as read_into."""
+    data = bytearray(nbytes)
+    read_into(fd, memoryview(data), offset, path)
+    return bytes(data)
 
 
 def read_small(path: Path, limit_bytes: int) -> bytes:
@@ -59,7 +63,8 @@ def read_small(path: Path, limit_bytes: int) -> bytes:
 
 
 class HeaderReader:
-    """Takes little-endian values one after another; holds one buffer of 1 MiB, whatever the file says."""
+    """Takes little-endian values one after another; holds one buffer of 1 MiB, whatever the file
+    says."""
 
     def __init__(self, path: Path, fd: int, size: int):
         self.path = path

@@ -47,8 +47,8 @@ _HARMLESS = "self_attn.rotary_emb.inv_freq"
 def read_hf(path: Path) -> Checkpoint:
     """The checkpoint in a Hugging Face directory.
 
-    Raises HeadraceError for files that are missing, truncated or malformed, for a model_type or a setting that is
-    not supported, and where config and tensors disagree.
+    Raises HeadraceError for files that are missing, truncated or malformed, for a model_type or a
+    setting that is not supported, and where config and tensors disagree.
     """
     config_path = path / "config.json"
     raw_config = read_json(config_path)
@@ -80,7 +80,8 @@ def read_hf(path: Path) -> Checkpoint:
 
 
 def _canonical(name: str) -> str:
-    """GGUF's name, or the name itself where there is none (placing refuses what it does not know)."""
+    """GGUF's name, or the name itself where there is none (placing refuses what it does not
+    know)."""
     if name in _TOP:
         return _TOP[name]
     layer = _LAYER.fullmatch(name)
@@ -101,9 +102,12 @@ def _tensors(path: Path) -> tuple[tuple[Path, ...], dict[str, FileTensor]]:
     if not index.exists():
         if any(path.glob("pytorch_model*.bin")):
             raise HeadraceError(
-                f"{path}: PyTorch .bin weights are not supported; save the checkpoint as safetensors"
+                f"{path}: PyTorch .bin weights are not supported; save the checkpoint as "
+                "safetensors"
             )
-        raise HeadraceError(f"{path}: expected {_SINGLE} or {_INDEX} beside config.json, found neither")
+        raise HeadraceError(
+            f"{path}: expected {_SINGLE} or {_INDEX} beside config.json, found neither"
+        )
     weight_map = Fields(read_json(index), str(index)).fields("weight_map")
     names = sorted({weight_map.text(tensor) for tensor in weight_map.values})
     for name in names:

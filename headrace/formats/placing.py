@@ -1,8 +1,10 @@
-"""From the tensors that a file holds to those that a Checkpoint names: shapes checked, fused tensors cut,
-experts located. GGUF and Hugging Face directories meet here, both under GGUF's names."""
+"""From the tensors that a file holds to those that a Checkpoint names: shapes checked, fused
+tensors cut, experts located. GGUF and Hugging Face directories meet here, both under GGUF's
+names."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,66 +41,74 @@ class Placed:
     experts: tuple[LayerExperts, ...]
 
 
-def place(config: ModelConfig, tensors: dict[str, FileTensor], where: str) -> Placed:
-    """tensors: by GGUF's canonical names, experts stacked (`ffn_gate_exps`), fused (`ffn_gate_up_exps`) or one by
-    one (`ffn_gate.E`). Raises HeadraceError for a tensor that is missing, of another shape than the config says,
-    or unknown."""
-    shelf = _Shelf(tensors, where)
+def trunk_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of every tensor of the trunk. With tied embeddings output.weight is among them
+    too."""
     c = config
     q_rows, kv_rows = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     # OLMoE normalizes the whole projected vector, Qwen3 each head.
     per_head = c.model_type == "qwen3_moe"
-
-    trunk: dict[str, TensorInfo] = {}
-
-    def keep(name: str, t: FileTensor) -> None:
-        trunk[name] = TensorInfo(name, t.dtype, t.shape, t.file, t.offset, t.nbytes)
-
-    def vector(name: str, n: int) -> None:
-        t = shelf.take(name, (n,))
-        if t.dtype.is_quantized:
-            raise HeadraceError(f"{t.title}: expected F32, F16 or BF16, found {t.dtype.name}")
-        keep(name, t)
-
-    def matrix(name: str, rows: int, cols: int) -> None:
-        keep(name, shelf.take(name, (rows, cols)))
-
-    embedding = shelf.take("token_embd.weight", (c.vocab_size, c.hidden_size))
-    vector("output_norm.weight", c.hidden_size)
-    if c.tie_word_embeddings:
-        keep("output.weight", embedding)
-    else:
-        matrix("output.weight", c.vocab_size, c.hidden_size)
-
-    experts = []
+    yield "output_norm.weight", (c.hidden_size,)
+    yield "output.weight", (c.vocab_size, c.hidden_size)
     for layer in range(c.num_hidden_layers):
         blk = f"blk.{layer}."
-        vector(blk + "attn_norm.weight", c.hidden_size)
-        if blk + "attn_qkv.weight" in shelf.tensors:
-            fused = shelf.take(blk + "attn_qkv.weight", (q_rows + 2 * kv_rows, c.hidden_size))
-            keep(blk + "attn_q.weight", fused.rows(0, q_rows))
-            keep(blk + "attn_k.weight", fused.rows(q_rows, kv_rows))
-            keep(blk + "attn_v.weight", fused.rows(q_rows + kv_rows, kv_rows))
-        else:
-            matrix(blk + "attn_q.weight", q_rows, c.hidden_size)
-            matrix(blk + "attn_k.weight", kv_rows, c.hidden_size)
-            matrix(blk + "attn_v.weight", kv_rows, c.hidden_size)
-        matrix(blk + "attn_output.weight", c.hidden_size, q_rows)
-        vector(blk + "attn_q_norm.weight", c.head_dim if per_head else q_rows)
-        vector(blk + "attn_k_norm.weight", c.head_dim if per_head else kv_rows)
-        vector(blk + "ffn_norm.weight", c.hidden_size)
-        matrix(blk + "ffn_gate_inp.weight", c.num_experts, c.hidden_size)
-        experts.append(_layer_experts(c, shelf, blk))
+        yield blk + "attn_norm.weight", (c.hidden_size,)
+        yield blk + "attn_q.weight", (q_rows, c.hidden_size)
+        yield blk + "attn_k.weight", (kv_rows, c.hidden_size)
+        yield blk + "attn_v.weight", (kv_rows, c.hidden_size)
+        yield blk + "attn_output.weight", (c.hidden_size, q_rows)
+        yield blk + "attn_q_norm.weight", (c.head_dim if per_head else q_rows,)
+        yield blk + "attn_k_norm.weight", (c.head_dim if per_head else kv_rows,)
+        yield blk + "ffn_norm.weight", (c.hidden_size,)
+        yield blk + "ffn_gate_inp.weight", (c.num_experts, c.hidden_size)
+
+
+def place(config: ModelConfig, tensors: dict[str, FileTensor], where: str) -> Placed:
+    """tensors: by GGUF's canonical names, q, k, v apart or fused (`attn_qkv`), experts stacked
+    (`ffn_gate_exps`), fused (`ffn_gate_up_exps`) or one by one (`ffn_gate.E`).
+
+    Raises HeadraceError for a tensor that is missing, of another shape than the config says, or
+    unknown.
+    """
+    shelf = _Shelf(tensors, where)
+    embedding = shelf.take("token_embd.weight", (config.vocab_size, config.hidden_size))
+    if config.tie_word_embeddings:
+        shelf.tensors["output.weight"] = embedding
+    _split_qkv(config, shelf)
+
+    trunk: dict[str, TensorInfo] = {}
+    for name, shape in trunk_shapes(config):
+        t = shelf.take(name, shape)
+        if len(shape) == 1 and t.dtype.is_quantized:
+            raise HeadraceError(f"{t.title}: expected F32, F16 or BF16, found {t.dtype.name}")
+        trunk[name] = TensorInfo(name, t.dtype, t.shape, t.file, t.offset, t.nbytes)
+    experts = tuple(
+        _layer_experts(config, shelf, f"blk.{layer}.") for layer in range(config.num_hidden_layers)
+    )
     shelf.refuse_rest()
 
     table = EmbeddingTable(
         embedding.dtype,
-        *embedding.shape,
+        rows=config.vocab_size,
+        cols=config.hidden_size,
         file=embedding.file,
         offset=embedding.offset,
-        stride_bytes=embedding.dtype.row_bytes(c.hidden_size),
+        stride_bytes=embedding.dtype.row_bytes(config.hidden_size),
     )
-    return Placed(trunk, table, tuple(experts))
+    return Placed(trunk, table, experts)
+
+
+def _split_qkv(c: ModelConfig, shelf: _Shelf) -> None:
+    q_rows, kv_rows = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    for name in [n for n in shelf.tensors if n.endswith(".attn_qkv.weight")]:
+        fused = shelf.take(name, (q_rows + 2 * kv_rows, c.hidden_size))
+        begin = 0
+        for part, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
+            own = name.replace("attn_qkv", f"attn_{part}")
+            if own in shelf.tensors:
+                raise HeadraceError(f"{fused.title}: {own} exists beside it; expected one of them")
+            shelf.tensors[own] = fused.rows(begin, rows)
+            begin += rows
 
 
 @dataclass(frozen=True)
@@ -138,8 +148,8 @@ def _part(shelf: _Shelf, stem: str, n: int, rows: int, cols: int) -> _Part:
     for t in each:
         if t.dtype != each[0].dtype:
             raise HeadraceError(
-                f"{t.title}: expected {each[0].dtype.name} like the layer's other experts, "
-                f"found {t.dtype.name}"
+                f"{t.title}: expected {each[0].dtype.name} like the layer's other experts, found "
+                f"{t.dtype.name}"
             )
     return _Part(
         each[0].dtype,
@@ -174,8 +184,8 @@ class _Shelf:
         t = self.tensors.pop(name, None)
         if t is None:
             raise HeadraceError(
-                f"{self.where}: tensor {name} is missing: expected shape {list(shape)}; "
-                "the file is incomplete or of another architecture"
+                f"{self.where}: tensor {name} is missing: expected shape {list(shape)}; the file "
+                "is incomplete or of another architecture"
             )
         if t.shape != shape:
             raise HeadraceError(
@@ -188,6 +198,6 @@ class _Shelf:
         for t in self.tensors.values():
             count = len(self.tensors)
             raise HeadraceError(
-                f"{t.title}: this tensor has no place in the model ({count} such); it would be ignored, "
-                "so the checkpoint is refused"
+                f"{t.title}: this tensor has no place in the model ({count} such); it would be "
+                "ignored, so the checkpoint is refused"
             )

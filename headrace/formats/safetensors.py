@@ -1,4 +1,5 @@
-"""The safetensors container: 8 bytes of header length, a JSON header, then data that it describes without gaps."""
+"""The safetensors container: 8 bytes of header length, a JSON header, then data that it describes
+without gaps."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ _DTYPES = {"F32": DType.F32, "F16": DType.F16, "BF16": DType.BF16}
 def read_safetensors(path: Path, file: int) -> dict[str, FileTensor]:
     """The tensors of one file by their own names; `file` is its index in Checkpoint.files.
 
-    Raises HeadraceError for a header that is not JSON, extents outside the file, overlapping, with gaps, or of
-    another size than type and shape say, and for types other than F32, F16 and BF16.
+    Raises HeadraceError for a header that is not JSON, extents outside the file, overlapping, with
+    gaps, or of another size than type and shape say, and for types other than F32, F16 and BF16.
     """
     with opened(path) as (fd, size):
         if size < 8:
@@ -32,8 +33,8 @@ def read_safetensors(path: Path, file: int) -> dict[str, FileTensor]:
         most = min(MAX_HEADER_BYTES, size - 8)
         if length > most:
             raise HeadraceError(
-                f"{path}: header length at offset 0: expected at most {most} for this file, found {length}; "
-                "truncated, or not a safetensors file"
+                f"{path}: header length at offset 0: expected at most {most} for this file, found "
+                f"{length}; truncated, or not a safetensors file"
             )
         header = parse_json(read_at(fd, length, 8, path), f"{path}: header at offset 8")
     header.pop("__metadata__", None)
@@ -48,9 +49,7 @@ def read_safetensors(path: Path, file: int) -> dict[str, FileTensor]:
         dtype = _DTYPES.get(fields.text("dtype"))
         if dtype is None:
             supported = ", ".join(_DTYPES)
-            raise HeadraceError(
-                f"{title}: {shown(info['dtype'])} is not supported; supported: {supported}"
-            )
+            raise HeadraceError(f"{title}: {shown(info['dtype'])} is not supported; supported: {supported}")
         shape, offsets = fields.items("shape"), fields.items("data_offsets")
         if len(shape) > MAX_DIMS or not all(type(d) is int and 0 < d < 2**31 for d in shape):
             raise fields.wrong("shape", f"up to {MAX_DIMS} dimensions from 1 to 2147483647")
@@ -59,15 +58,16 @@ def read_safetensors(path: Path, file: int) -> dict[str, FileTensor]:
         begin, end = offsets
         if not 0 <= begin <= end <= data_bytes:
             raise HeadraceError(
-                f"{title}: truncated: expected data offsets from 0 to {data_bytes}, found {shown(offsets)}; "
-                "download the file again"
+                f"{title}: truncated: expected data offsets from 0 to {data_bytes}, found "
+                f"{shown(offsets)}; download the file again"
             )
         nbytes = dtype.row_bytes(1)
         for d in shape:
             nbytes *= d
         if end - begin != nbytes:
             raise HeadraceError(
-                f"{title}: expected {nbytes} bytes for {dtype.name} {shown(shape)}, found {end - begin}"
+                f"{title}: expected {nbytes} bytes for {dtype.name} {shown(shape)}, found "
+                f"{end - begin}"
             )
         tensors[name] = FileTensor(title, dtype, tuple(shape), file, data_offset + begin, nbytes)
 

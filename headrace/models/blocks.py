@@ -58,9 +58,7 @@ class DecoderBuilder:
 
     def norm(self, x: Value, name: str) -> Value:
         weight = self.vector(name, x.shape.width)
-        return self.graph.rms_norm(
-            x, weight, group=x.shape.width, eps=self.config.rms_norm_eps
-        )
+        return self.graph.rms_norm(x, weight, group=x.shape.width, eps=self.config.rms_norm_eps)
 
     def rope_angles(self) -> Value:
         return self.graph.rope_angles(self.graph.vector(INV_FREQ, self.config.head_dim // 2))
@@ -79,12 +77,8 @@ class DecoderBuilder:
         k = g.linear(x, self.matrix(b + "attn_k.weight", kv_width, c.hidden_size))
         v = g.linear(x, self.matrix(b + "attn_v.weight", kv_width, c.hidden_size))
         q_group, k_group = (q_width, kv_width) if qk_norm == "full" else (c.head_dim, c.head_dim)
-        q = g.rms_norm(
-            q, self.vector(b + "attn_q_norm.weight", q_group), group=q_group, eps=c.rms_norm_eps
-        )
-        k = g.rms_norm(
-            k, self.vector(b + "attn_k_norm.weight", k_group), group=k_group, eps=c.rms_norm_eps
-        )
+        q = g.rms_norm(q, self.vector(b + "attn_q_norm.weight", q_group), group=q_group, eps=c.rms_norm_eps)
+        k = g.rms_norm(k, self.vector(b + "attn_k_norm.weight", k_group), group=k_group, eps=c.rms_norm_eps)
         q = g.rope(q, angles, head_dim=c.head_dim)
         k = g.rope(k, angles, head_dim=c.head_dim)
         return g.attention(
@@ -101,9 +95,7 @@ class DecoderBuilder:
 
     def attention_output(self, attended: Value, layer: int) -> Value:
         name = f"blk.{layer}.attn_output.weight"
-        return self.graph.linear(
-            attended, self.matrix(name, self.config.hidden_size, attended.shape.width)
-        )
+        return self.graph.linear(attended, self.matrix(name, self.config.hidden_size, attended.shape.width))
 
     def moe(self, x: Value, layer: int) -> Value:
         """Softmax router over all experts, top-k, the experts' weighted sum."""

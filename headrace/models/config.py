@@ -1,9 +1,10 @@
-"""ModelConfig: what a checkpoint says about itself, in Hugging Face's words, whatever file it came from."""
+"""ModelConfig: what a checkpoint says about itself, in Hugging Face's words, whatever file it came
+from."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,7 +27,8 @@ _CONTROL_TOKEN = 3
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The numbers a model family needs to build its graph. Readers fill it; models/ only reads it."""
+    """The numbers a model family needs to build its graph. Readers fill it; models/ only reads
+    it."""
 
     model_type: str  # "olmoe", "qwen3_moe"
     num_hidden_layers: int
@@ -45,17 +47,19 @@ class ModelConfig:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    # The checkpoint's own sampling defaults (generation_config.json): temperature, top_p, top_k, do_sample.
+    # The checkpoint's own sampling defaults (generation_config.json): temperature, top_p, top_k,
+    # do_sample.
     generation: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_gguf(
         cls, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str
     ) -> ModelConfig:
-        """From GGUF metadata and the shapes of the file's tensors, from which missing keys are derived.
+        """From GGUF metadata and the shapes of the file's tensors, from which missing keys are
+        derived.
 
-        `where` names the file in errors. Raises HeadraceError for an unsupported architecture, and for a key
-        that changes results in a way that is not supported.
+        `where` names the file in errors. Raises HeadraceError for an unsupported architecture, and
+        for a key that changes results in a way that is not supported.
         """
         general = Fields(metadata, where)
         arch = general.text("general.architecture")
@@ -130,13 +134,17 @@ class ModelConfig:
             num_experts_per_tok=keys.integer("expert_used_count"),
             moe_intermediate_size=moe_intermediate or 0,
             vocab_size=vocab,
-            rms_norm_eps=keys.positive("attention.layer_norm_rms_epsilon", _RMS_NORM_EPS[ARCHITECTURES[arch]]),
+            rms_norm_eps=keys.positive(
+                "attention.layer_norm_rms_epsilon", _RMS_NORM_EPS[ARCHITECTURES[arch]]
+            ),
             rope_theta=keys.positive("rope.freq_base", _ROPE_THETA),
             norm_topk_prob=keys.boolean("expert_weights_norm", arch == "qwen3moe"),
             tie_word_embeddings="output.weight" not in shapes,
             max_position_embeddings=keys.integer("context_length"),
             eos_token_ids=_in_vocabulary(eos, vocab),
-            bos_token_id=_bos(general.integer("tokenizer.ggml.bos_token_id", None, 0, 2**32 - 1), vocab),
+            bos_token_id=_bos(
+                general.integer("tokenizer.ggml.bos_token_id", None, 0, 2**32 - 1), vocab
+            ),
             generation=generation,
         )._checked(where)
 
@@ -144,7 +152,8 @@ class ModelConfig:
     def from_hf(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any], has_lm_head: bool, where: str
     ) -> ModelConfig:
-        """From config.json and generation_config.json (empty if there is none). Errors as from_gguf."""
+        """From config.json and generation_config.json (empty if there is none). Errors as
+        from_gguf."""
         keys = Fields(config, where)
         model_type = keys.text("model_type")
         if model_type not in MODEL_TYPES:
@@ -155,8 +164,8 @@ class ModelConfig:
         if "quantization_config" in keys:
             method = shown(keys.fields("quantization_config").values.get("quant_method"))
             raise HeadraceError(
-                f"{where}: quantization_config (quant_method {method}) is not supported; "
-                "use the checkpoint in F32, F16 or BF16"
+                f"{where}: quantization_config (quant_method {method}) is not supported; use the "
+                "checkpoint in F32, F16 or BF16"
             )
         keys.neutral("hidden_act", ["silu"])
         keys.neutral("attention_bias", [False])
@@ -204,7 +213,9 @@ class ModelConfig:
             head_dim=keys.integer("head_dim", None) or hidden // heads,
             num_experts=keys.integer("num_experts"),
             num_experts_per_tok=keys.integer("num_experts_per_tok"),
-            moe_intermediate_size=keys.integer("intermediate_size" if olmoe else "moe_intermediate_size"),
+            moe_intermediate_size=keys.integer(
+                "intermediate_size" if olmoe else "moe_intermediate_size"
+            ),
             vocab_size=vocab,
             rms_norm_eps=keys.positive("rms_norm_eps", _RMS_NORM_EPS[model_type]),
             rope_theta=rope_theta,
@@ -228,8 +239,9 @@ class ModelConfig:
         if model_type not in MODEL_TYPES:
             raise keys.wrong("model_type", " or ".join(MODEL_TYPES))
         counts = (
-            "num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim num_experts "
-            "num_experts_per_tok moe_intermediate_size vocab_size max_position_embeddings"
+            "num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim "
+            "num_experts num_experts_per_tok moe_intermediate_size vocab_size "
+            "max_position_embeddings"
         )
         vocab = keys.integer("vocab_size")
         generation = keys.fields("generation")
@@ -250,8 +262,8 @@ class ModelConfig:
         return {**asdict(self), "eos_token_ids": list(self.eos_token_ids)}
 
     def _checked(self, where: str) -> ModelConfig:
-        """Refuses numbers that contradict each other; rounds eps and theta to the float32 that kernels use, so
-        that every source of a checkpoint gives the same bits."""
+        """Refuses numbers that contradict each other; rounds eps and theta to the float32 that
+        kernels use, so that every source of a checkpoint gives the same bits."""
 
         def require(holds: bool, expected: str, found: str) -> None:
             if not holds:
@@ -259,7 +271,9 @@ class ModelConfig:
 
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         require(heads % kv_heads == 0, f"query heads a multiple of {kv_heads} kv heads", str(heads))
-        require(self.head_dim > 0 and self.head_dim % 2 == 0, "an even head_dim", str(self.head_dim))
+        require(
+            self.head_dim > 0 and self.head_dim % 2 == 0, "an even head_dim", str(self.head_dim)
+        )
         used = self.num_experts_per_tok
         require(self.num_experts <= 65536, "at most 65536 experts", str(self.num_experts))
         require(used <= self.num_experts, f"experts used at most {self.num_experts}", str(used))
@@ -281,8 +295,9 @@ def _token_ids(fields: Fields, key: str) -> list[int]:
     return ids
 
 
-def _in_vocabulary(ids: list[int | None], vocab_size: int) -> tuple[int, ...]:
-    """Without repeats, absences and ids that can never be produced (random checkpoints keep class defaults)."""
+def _in_vocabulary(ids: Sequence[int | None], vocab_size: int) -> tuple[int, ...]:
+    """Without repeats, absences and ids that can never be produced (random checkpoints keep class
+    defaults)."""
     return tuple(dict.fromkeys(i for i in ids if i is not None and i < vocab_size))
 
 

@@ -18,7 +18,8 @@ def shown(value: object) -> str:
 
 
 class Fields:
-    """A mapping that came from outside. A null counts as absent; what is missing or wrong raises HeadraceError."""
+    """A mapping that came from outside. A null counts as absent; what is missing or wrong raises
+    HeadraceError."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values = values
@@ -39,7 +40,9 @@ class Fields:
         found = shown(self.values.get(key))
         return HeadraceError(f"{self.where}: {key}: expected {expected}, found {found}")
 
-    def integer(self, key: str, default: Any = _REQUIRED, low: int = 1, high: int = 2**31 - 1) -> Any:
+    def integer(
+        self, key: str, default: Any = _REQUIRED, low: int = 1, high: int = 2**31 - 1
+    ) -> Any:
         expected = f"an integer from {low} to {high}"
         value = self._take(key, default, expected)
         if value is not default and (type(value) is not int or not low <= value <= high):
@@ -87,7 +90,8 @@ class Fields:
         return Fields(value, f"{self.where}: {key}")
 
     def neutral(self, key: str, values: Iterable[object]) -> None:
-        """Refuses a key that would change results and that is not supported, unless its value changes nothing."""
+        """Refuses a key that would change results and that is not supported, unless its value
+        changes nothing."""
         value = self.values.get(key)
         if value is None:
             return
@@ -95,5 +99,6 @@ class Fields:
         if not any(type(value) is type(v) and value == v for v in neutral):
             allowed = " or ".join(shown(v) for v in neutral)
             raise HeadraceError(
-                f"{self.where}: {key} = {shown(value)} is not supported; supported: {allowed or 'absent'}"
+                f"{self.where}: {key} = {shown(value)} is not supported; supported: "
+                f"{allowed or 'absent'}"
             )

@@ -28,7 +28,7 @@ class Sampler:
 
     Otherwise weights are exp(logit / temperature) over the top_k largest logits (0: all), of which
     the fewest whose share reaches top_p are kept (1: all); in both, ties go to the lowest ids. Each
-    draw uses one random number.
+    draw uses one random number, and at most 28 bytes per logit for a moment.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Sampler:
             raise HeadraceError(f"temperature: expected a number >= 0, found {temperature}")
         if not 0 < top_p <= 1:
             raise HeadraceError(f"top_p: expected 0 < top_p <= 1, found {top_p}")
-        if top_k != int(top_k) or top_k < 0:
+        if not (math.isfinite(top_k) and top_k >= 0 and top_k == int(top_k)):
             raise HeadraceError(f"top_k: expected an integer >= 0 (0: all), found {top_k}")
         if seed is None:
             seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
@@ -148,15 +148,14 @@ def largest(logits: np.ndarray, k: int) -> np.ndarray:
     return ids[np.argsort(-logits[ids], kind="stable")]
 
 
-def _nucleus(
-    logits: np.ndarray, weights: np.ndarray, top_p: float
-) -> tuple[np.ndarray, np.ndarray]:
+def _nucleus(logits: np.ndarray, weights: np.ndarray, top_p: float) -> tuple[np.ndarray, np.ndarray]:
     """The fewest largest weights whose sum reaches top_p of all: positions and running sum."""
     target = top_p * np.cumsum(weights)[-1]
     k = 64
     while True:
         ids = largest(logits, k)
-        mass = np.cumsum(weights[ids])
+        mass = weights[ids]
+        np.cumsum(mass, out=mass)
         if mass[-1] >= target or k >= logits.size:
             break
         k *= 8

@@ -15,7 +15,5 @@ def stop_token_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> frozense
     ids = frozenset(config.eos_token_ids) | frozenset(tokenizer.eos_token_ids if tokenizer else ())
     for token_id in sorted(ids):
         if not 0 <= token_id < config.vocab_size:
-            raise HeadraceError(
-                f"config: eos_token_id {token_id} is outside the vocabulary of {config.vocab_size}"
-            )
+            raise HeadraceError(f"config: eos_token_id {token_id} is outside the vocabulary of {config.vocab_size}")
     return ids

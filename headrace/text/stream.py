@@ -26,6 +26,4 @@ class TextStream:
 
     def finish(self) -> str:
         """What is left: U+FFFD if the last character is incomplete. The stream is then as new."""
-        text = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return text
+        return self._decoder.decode(b"", final=True)

@@ -1,6 +1,6 @@
 """Writes tests/golden/<family>.npz: Transformers' logits (float32, eager) for the tiny random checkpoints.
 
-    python tests/golden/make_golden.py        needs PyTorch and Transformers
+    PYTHONPATH=tests python -m golden.make_golden        needs PyTorch and Transformers
 
 `logits` [60, vocab]: the 40-token prompt's rows, then one row per single step. `versions` says what made them.
 """
@@ -12,7 +12,8 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import tiny_random
+
+from golden import tiny_random
 
 
 def transformers_logits(directory: Path) -> np.ndarray:
@@ -46,9 +47,7 @@ def main() -> None:
     for family in tiny_random.CONFIGS:
         with tempfile.TemporaryDirectory() as directory:
             logits = transformers_logits(tiny_random.write(family, Path(directory)))
-        np.savez_compressed(
-            Path(__file__).parent / f"{family}.npz", logits=logits, versions=np.array(versions)
-        )
+        np.savez_compressed(Path(__file__).parent / f"{family}.npz", logits=logits, versions=np.array(versions))
         print(family, logits.shape, f"std {logits.std():.4f}", versions)
 
 

@@ -1,0 +1,103 @@
+// One function per op of the table (headrace/ops.py): reads its inputs from scratch, writes its outputs there.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "executor/executor.h"
+#include "executor/program.h"
+#include "executor/thread_pool.h"
+#include "executor/weights.h"
+#include "experts/expert_memory.h"
+#include "kernels/kernels.h"
+#include "support/error.h"
+
+namespace headrace {
+
+// Distinct experts of one layer, ascending, and the routes of each in row order (CSR; EStream Algorithm 1). Route p has
+// row rows[p] and weight weights[p]; expert e of the list has the routes [first[e], first[e + 1]).
+struct RouteMap {
+  std::vector<uint32_t> experts, first, rows;
+  std::vector<float> weights;
+  std::vector<uint32_t> route_of;  // [row * top_k + j]: where row's j-th choice stands
+  std::vector<uint32_t> next;      // while it is built: counts, then cursors, by expert id
+};
+
+// Some routes of one expert in a ready slot, and the places of the workspace that they use.
+struct ExpertJob {
+  const uint8_t* slot;
+  uint32_t first;  // place of its first route
+  uint32_t num_routes;
+};
+
+// Row pointers, as kernels take them.
+struct RowPointers {
+  std::vector<const void*> x, h;         // inputs of a linear, or of gate and up; of down
+  std::vector<float*> y, gate, up, out;  // their outputs
+};
+
+// What ops need beside values, allocated once for the largest pass.
+struct OpBuffers {
+  RouteMap routes;
+  RowPointers rows;
+  std::vector<uint32_t> order;                // of rows by token
+  std::vector<std::vector<float>> attention;  // per thread
+  std::vector<uint32_t> taken;                // by ExpertMemory::take
+  std::vector<ExpertJob> jobs;
+};
+
+// One pass, as every op sees it.
+struct PassContext {
+  const Program& program;
+  const Weights& weights;
+  ExpertMemory* experts;
+  const Kernels& kernels;
+  ThreadPool& pool;
+  uint8_t* scratch;
+  OpBuffers& buffers;
+  const Pass& pass;
+  const std::vector<uint32_t>& positions;  // of each row, in its sequence
+
+  uint32_t num_rows(uint32_t value) const;
+  float* f32(uint32_t value, uint32_t row = 0) const;
+  int32_t* i32(uint32_t value, uint32_t row = 0) const;
+  uint8_t* bytes(uint32_t value, uint32_t row = 0) const;  // any kind
+  // Throws Cancelled if the caller wants the pass to end. Only the calling thread (0) asks; the others find no work.
+  void poll(uint32_t thread = 0) const {
+    if (thread == 0 && pass.should_stop && pass.should_stop()) throw Cancelled();
+  }
+  // parallel_for over rows whose work is about `row_work` floats each: few rows stay on the calling thread.
+  template <class Fn>
+  void each_row(uint32_t rows, uint64_t row_work, Fn fn) const {
+    constexpr uint64_t kWorkPerChunk = 16384;
+    uint32_t grain = static_cast<uint32_t>(1 + kWorkPerChunk / row_work);
+    pool.parallel_for(rows, grain, [&](uint32_t begin, uint32_t end, uint32_t thread) {
+      poll(thread);
+      for (uint32_t row = begin; row < end; ++row) fn(row);
+    });
+  }
+};
+
+// y[t] = W x[t] for tiles [tile_begin, tile_end) and all n rows, on this thread. Rows go in pieces whose activations
+// stay in the L2 cache beside a block of weights, so that both are read from memory about once.
+void matmul_rows(const PassContext& ctx, const Matrix& w, const void* const* x, uint32_t n, float* const* y,
+                 uint32_t tile_begin, uint32_t tile_end, uint32_t thread);
+
+void run_embed(const PassContext& ctx, const OpInfo& op);
+void run_rms_norm(const PassContext& ctx, const OpInfo& op);
+void run_quantize(const PassContext& ctx, const OpInfo& op);
+void run_linear(const PassContext& ctx, const OpInfo& op);
+void run_rope_angles(const PassContext& ctx, const OpInfo& op);
+void run_rope(const PassContext& ctx, const OpInfo& op);
+void run_attention(const PassContext& ctx, const OpInfo& op);  // op_attention.cc
+void run_add(const PassContext& ctx, const OpInfo& op);
+void run_route(const PassContext& ctx, const OpInfo& op);
+void run_experts(const PassContext& ctx, const OpInfo& op);  // op_experts.cc
+void run_select_rows(const PassContext& ctx, const OpInfo& op);
+
+// Made with the executor: buffers for the largest pass, and Error if the experts' layers do not fit the program.
+void size_attention_buffers(const Program& program, uint32_t num_threads, OpBuffers& buffers);
+void size_expert_buffers(const Program& program, OpBuffers& buffers);
+void check_experts(const Program& program, const ExpertMemory* experts);
+
+}  // namespace headrace

@@ -1,0 +1,22 @@
+#include "support/interrupt.h"
+
+#include <csignal>
+#include <unistd.h>
+
+namespace headrace {
+
+void exit_on_interrupt(bool on) {
+  static struct sigaction before;
+  static bool is_on = false;
+  if (on == is_on) return;
+  if (on) {
+    struct sigaction action = {};
+    action.sa_handler = [](int) { _exit(130); };
+    sigaction(SIGINT, &action, &before);
+  } else {
+    sigaction(SIGINT, &before, nullptr);
+  }
+  is_on = on;
+}
+
+}  // namespace headrace

@@ -1,0 +1,6 @@
+"""Tests use the benchmarks' maker of large checkpoints."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

@@ -1,0 +1,311 @@
+#include "executor/executor.h"
+
+#include <algorithm>
+#include <random>
+
+#include "check.h"
+#include "support/error.h"
+#include "tiny_model.h"
+
+using namespace headrace;
+
+namespace {
+
+constexpr auto kQ4 = DType::kQ4_0, kQ8 = DType::kQ8_0, kF32 = DType::kF32, kF16 = DType::kF16, kBF16 = DType::kBF16;
+
+// A model with everything that running it takes.
+struct Runner {
+  TinyModel& model;
+  Program program;
+  std::unique_ptr<Weights> weights;
+  ExpertMemory memory;
+  Executor executor;
+
+  Runner(TinyModel& m, uint32_t max_rows, uint32_t route_capacity, uint64_t arena_bytes, uint32_t num_threads)
+      : model(m),
+        program(m.program(max_rows, max_rows, route_capacity)),
+        weights(m.load(program)),
+        memory(m.source(), {.arena_bytes = arena_bytes}),
+        executor(program, *weights, &memory, num_threads) {}
+
+  // Logits of all rows of one pass.
+  std::vector<float> pass(SessionState& state, const int32_t* tokens, uint32_t n,
+                          std::function<bool()> should_stop = nullptr) {
+    std::vector<uint32_t> sequences(n, 0), out_rows(n);
+    for (uint32_t i = 0; i < n; ++i) out_rows[i] = i;
+    std::vector<float> logits(n * model.spec.vocab);
+    SessionState* states[] = {&state};
+    executor.run({{tokens, n}, sequences, states, out_rows, logits.data(), std::move(should_stop)});
+    return logits;
+  }
+  // Logits of all tokens, in passes of the given sizes.
+  std::vector<float> run(const std::vector<int32_t>& tokens, const std::vector<uint32_t>& sizes, DType kv_type) {
+    SessionState state(program, static_cast<uint32_t>(tokens.size()), kv_type);
+    std::vector<float> all;
+    for (uint32_t n : sizes) {
+      const std::vector<float> logits = pass(state, tokens.data() + state.length(), n);
+      all.insert(all.end(), logits.begin(), logits.end());
+    }
+    return all;
+  }
+};
+
+std::vector<int32_t> random_tokens(uint32_t n, uint32_t vocab, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<int32_t> tokens(n);
+  for (int32_t& t : tokens) t = static_cast<int32_t>(random() % vocab);
+  return tokens;
+}
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+bool is_sane(const std::vector<float>& logits) {
+  float least = logits[0], most = logits[0];
+  for (float v : logits) {
+    if (!std::isfinite(v)) return false;
+    least = std::min(least, v), most = std::max(most, v);
+  }
+  return most - least > 0.1f;
+}
+
+const std::vector<std::vector<uint32_t>> kSplits = {{20}, std::vector<uint32_t>(20, 1), {7, 13}, {1, 5, 2, 12}};
+
+}  // namespace
+
+TEST("every way to cut, divide and hold a model gives the plain computation's bits") {
+  const TinySpec specs[] = {
+      {},
+      {.dense = kQ8, .experts = {{kQ8, kQ8, kQ8}}},
+      {.hidden = 52,
+       .num_q = 6,
+       .num_kv = 3,
+       .head_dim = 14,
+       .rotary = 8,
+       .num_experts = 5,
+       .top_k = 2,
+       .width = 41,
+       .vocab = 33,
+       .norm_heads = true,
+       .style = RopeStyle::kNorm,
+       .dense = kF32,
+       .head = kBF16,
+       .table = kF32,
+       .experts = {{kF32, kF32, kF32}, {kF16, kBF16, kF16}}},
+      {.num_q = 2,
+       .num_kv = 2,
+       .width = 64,
+       .window = 6,
+       .normalize = false,
+       .dense = kBF16,
+       .head = kF16,
+       .table = kQ8,
+       .experts = {{kQ4, kQ8, kF16}, {kF32, kF16, kQ8}, {kQ8, kQ8, kQ4}}},
+  };
+  for (const TinySpec& spec : specs) {
+    TinyModel model(spec);
+    const std::vector<int32_t> tokens = random_tokens(20, spec.vocab, 3);
+    const DType kv_type = spec.dense == kF32 ? kF32 : kF16;
+    const std::vector<float> expected = model.reference(tokens, kv_type);
+    CHECK(is_sane(expected));
+    const uint64_t one = model.largest_record(), all = model.all_records();
+    struct Case {
+      uint32_t capacity;
+      uint64_t arena;
+      uint32_t threads;
+    };
+    for (const Case& c : {Case{1, one, 1},
+                          {2, 3 * one, 2},
+                          {7, all, 3},
+                          {spec.top_k, one, 4},
+                          {1000, one, 2},
+                          {1000, 5 * one, 1},
+                          {60, all, 4}}) {
+      Runner runner(model, 20, c.capacity, c.arena, c.threads);
+      for (const auto& split : kSplits) CHECK(same_bits(runner.run(tokens, split, kv_type), expected));
+    }
+  }
+}
+
+TEST("a pass over several sequences gives each its own logits") {
+  TinyModel model({});
+  Runner runner(model, 30, 20, model.all_records(), 2);
+  const std::vector<int32_t> a = random_tokens(9, 77, 1), b = random_tokens(12, 77, 2);
+  const std::vector<float> a_logits = model.reference(a, kF16), b_logits = model.reference(b, kF16);
+  SessionState a_state(runner.program, 9, kF16), b_state(runner.program, 16, kF16);
+  runner.pass(a_state, a.data(), 2);  // sequences may start from different lengths
+  std::vector<int32_t> tokens;
+  std::vector<uint32_t> sequences, out_rows;
+  for (uint32_t i = 0; i < 12; ++i) {
+    if (i + 2 < 9) tokens.push_back(a[i + 2]), sequences.push_back(1);
+    tokens.push_back(b[i]), sequences.push_back(0);
+  }
+  for (uint32_t row = 0; row < tokens.size(); row += 3) out_rows.push_back(row);
+  std::vector<float> logits(out_rows.size() * 77);
+  SessionState* states[] = {&b_state, &a_state};
+  runner.executor.run({tokens, sequences, states, out_rows, logits.data(), nullptr});
+  CHECK_EQ(a_state.length(), 9u);
+  CHECK_EQ(b_state.length(), 12u);
+  for (size_t o = 0; o < out_rows.size(); ++o) {
+    const uint32_t sequence = sequences[out_rows[o]];
+    const size_t before = std::count(sequences.begin(), sequences.begin() + out_rows[o], sequence);
+    const float* expected = sequence == 0 ? &b_logits[before * 77] : &a_logits[(before + 2) * 77];
+    CHECK(std::memcmp(&logits[o * 77], expected, 77 * sizeof(float)) == 0);
+  }
+}
+
+TEST("a rolled-back sequence continues as if the tokens had never been") {
+  TinyModel model({});
+  Runner runner(model, 8, 100, model.largest_record() * 4, 2);
+  const std::vector<int32_t> tokens = random_tokens(10, 77, 5), other = random_tokens(6, 77, 6);
+  const std::vector<float> expected = model.reference(tokens, kF16);
+  SessionState state(runner.program, 12, kF16);
+  runner.pass(state, tokens.data(), 4);
+  runner.pass(state, other.data(), 6);
+  state.rollback(4);
+  const std::vector<float> rest = runner.pass(state, tokens.data() + 4, 6);
+  CHECK(std::equal(rest.begin(), rest.end(), expected.begin() + 4 * 77));
+  CHECK_THROWS(Error, "rollback to 11", state.rollback(11));
+}
+
+// Rows and columns so many that matmul_rows cuts both.
+TEST("a product larger than the caches is cut without a trace") {
+  for (DType type : {kF32, kQ4}) {
+    const uint32_t cols = 12288, rows = 200, n = 71;
+    ProgramBuilder b(n, n);
+    const uint32_t table = b.weight(WeightRole::kTable, kF32, 5, cols);
+    const uint32_t matrix = b.weight(WeightRole::kMatrix, type, rows, cols);
+    const Program program = parse_program(b.bytes(b.select_rows(b.linear(b.embed(table), matrix))));
+
+    std::mt19937 random(9);
+    std::vector<uint8_t> file(5 * cols * 4 + rows * row_bytes(type, cols));
+    auto floats = reinterpret_cast<float*>(file.data());
+    for (size_t i = 0; i < file.size() / 4; ++i) floats[i] = static_cast<float>(random() % 2001) / 1000 - 1;
+    if (type == kQ4)
+      for (size_t at = 5 * cols * 4; at < file.size(); at += 18) file[at + 1] = 0x20;  // scales that are finite
+    TempFile path(file);
+    Weights weights(program);
+    weights.set_table(table, path.path(), 0, cols * 4, false);
+    weights.load(matrix, "w", path.path(), 5 * cols * 4, rows * row_bytes(type, cols), type, false, false, 0);
+
+    const std::vector<int32_t> tokens = random_tokens(n, 5, 1);
+    std::vector<float> expected;
+    for (uint32_t threads : {1u, 3u}) {
+      Executor executor(program, weights, nullptr, threads);
+      SessionState state(program, n, kF16);
+      SessionState* states[] = {&state};
+      const std::vector<uint32_t> sequences(n, 0);
+      std::vector<uint32_t> out_rows(n);
+      for (uint32_t i = 0; i < n; ++i) out_rows[i] = i;
+      std::vector<float> logits(n * rows);
+      executor.run({tokens, sequences, states, out_rows, logits.data(), nullptr});
+      for (uint32_t row = 0; row < n; ++row) {
+        std::vector<uint8_t> q8(q8_row_bytes(cols));
+        kernels().quantize(floats + tokens[row] * cols, cols, 0, cols / 32, q8.data());
+        const void* x = type == kF32 ? static_cast<const void*>(floats + tokens[row] * cols) : q8.data();
+        std::vector<float> y(rows);
+        float* out = y.data();
+        kernels().matmul(weights.matrix(matrix), &x, 1, &out, 0, num_tiles(rows));
+        CHECK(std::memcmp(&logits[row * rows], y.data(), rows * sizeof(float)) == 0);
+      }
+    }
+  }
+}
+
+TEST("a cancelled pass changes nothing") {
+  TinyModel model({});
+  const std::vector<int32_t> tokens = random_tokens(12, 77, 4);
+  const std::vector<float> expected = model.reference(tokens, kF16);
+  for (uint32_t capacity : {5u, 100u}) {
+    Runner runner(model, 12, capacity, 2 * model.largest_record(), 2);
+    SessionState state(runner.program, 12, kF16);
+    runner.pass(state, tokens.data(), 3);
+    uint32_t polls = 0;
+    SessionState counted(runner.program, 12, kF16);
+    runner.pass(counted, tokens.data(), 12, [&] { return ++polls, false; });
+    CHECK(polls > 50);
+    uint32_t cancelled = 0;
+    for (uint32_t stop_at = 0; stop_at < polls; stop_at += 1 + polls / 40) {
+      uint32_t poll = 0;
+      try {
+        runner.pass(state, tokens.data() + 3, 9, [&] { return poll++ == stop_at; });
+        state.rollback(3);  // this pass asked less often than the counted one
+      } catch (const Cancelled&) {
+        ++cancelled;
+      }
+      CHECK_EQ(state.length(), 3u);
+    }
+    CHECK(cancelled > 10);
+    const std::vector<float> rest = runner.pass(state, tokens.data() + 3, 9);
+    CHECK(std::equal(rest.begin(), rest.end(), expected.begin() + 3 * 77));
+  }
+}
+
+TEST("a failed read ends the pass, changes nothing, and the next pass works") {
+  TinyModel model({});
+  const std::vector<int32_t> tokens = random_tokens(8, 77, 4);
+  const std::vector<float> expected = model.reference(tokens, kF16);
+  Runner runner(model, 8, 100, 2 * model.largest_record(), 2);
+  SessionState state(runner.program, 8, kF16);
+  for (int fail_at : {0, 3, 11, 20}) {
+    std::atomic<int> reads{0};
+    set_read_hook([&](const std::string&, uint64_t, uint64_t) { return reads++ == fail_at ? EIO : 0; });
+    CHECK_THROWS(Error, "/", runner.pass(state, tokens.data(), 8));
+    set_read_hook(nullptr);
+    CHECK_EQ(state.length(), 0u);
+    CHECK(same_bits(runner.pass(state, tokens.data(), 8), expected));
+    state.rollback(0);
+  }
+}
+
+TEST("a pass that does not fit the program is refused before it starts") {
+  TinyModel model({});
+  Runner runner(model, 6, 20, model.largest_record(), 1);
+  SessionState state(runner.program, 5, kF16), other(runner.program, 5, kF32);
+  const std::vector<int32_t> tokens(7, 1);
+  const std::vector<uint32_t> zeros(7, 0);
+  std::vector<float> logits(7 * 77);
+  auto run = [&](uint32_t n, std::vector<uint32_t> sequences, std::vector<SessionState*> states,
+                 std::vector<uint32_t> out_rows, std::vector<int32_t> tokens_in = std::vector<int32_t>(7, 1)) {
+    runner.executor.run({{tokens_in.data(), n}, sequences, states, out_rows, logits.data(), nullptr});
+  };
+  CHECK_THROWS(Error, "0 rows", run(0, {}, {&state}, {}));
+  CHECK_THROWS(Error, "7 rows, expected 1 to 6", run(7, zeros, {&state}, {}));
+  CHECK_THROWS(Error, "7 sequences for 2 rows", run(2, zeros, {&state}, {}));
+  CHECK_THROWS(Error, "context of 5", run(6, std::vector<uint32_t>(6, 0), {&state}, {}));
+  CHECK_THROWS(Error, "sequence 1", run(2, {0, 1}, {&state}, {}));
+  CHECK_THROWS(Error, "given twice", run(2, {0, 1}, {&state, &state}, {}));
+  CHECK_THROWS(Error, "another model", run(1, {0}, {nullptr}, {}));
+  CHECK_THROWS(Error, "ascending", run(2, {0, 0}, {&state}, {1, 0}));
+  CHECK_THROWS(Error, "output row 2", run(2, {0, 0}, {&state}, {2}));
+  CHECK_THROWS(Error, "vocabulary of 77", run(1, {0}, {&state}, {}, {77}));
+  CHECK_THROWS(Error, "token -1", run(1, {0}, {&state}, {}, {-1}));
+  CHECK_EQ(state.length(), 0u);
+  run(2, {1, 0}, {&state, &other}, {});  // no logits wanted, mixed key types
+  CHECK_EQ(state.length() + other.length(), 2u);
+
+  TinyModel wider({.head_dim = 32, .rotary = 32});
+  SessionState foreign(wider.program(6, 6, 20), 5, kF16);
+  CHECK_THROWS(Error, "another model", run(1, {0}, {&foreign}, {}));
+}
+
+TEST("experts that do not fit the program are refused at construction") {
+  TinyModel model({});
+  const Program program = model.program(4, 4, 20);
+  const auto weights = model.load(program);
+  CHECK_THROWS(Error, "no expert memory", Executor(program, *weights, nullptr, 1));
+  auto refused = [&](const char* part, TinySpec spec) {
+    TinyModel other(spec);
+    ExpertMemory memory(other.source(), {.arena_bytes = other.all_records()});
+    CHECK_THROWS(Error, part, Executor(program, *weights, &memory, 1));
+  };
+  refused("layer 2: the checkpoint has 2 layers", {.num_layers = 2});
+  refused("found 9 experts, expected 8", {.num_experts = 9});
+  refused("gate has shape [128, 64], expected [96, 64]", {.width = 128});
+  refused("both be quantized", {.experts = {{kQ4, kF16, kQ4}}});
+  refused("both be quantized", {.experts = {{kF16, kF16, kQ4}}});
+  Weights empty(program);
+  ExpertMemory memory(model.source(), {.arena_bytes = model.all_records()});
+  CHECK_THROWS(Error, "weight 0 of the program was not loaded", Executor(program, empty, &memory, 1));
+}
