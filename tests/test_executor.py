@@ -340,11 +340,16 @@ def test_a_cancelled_pass_leaves_its_state_as_it_was(long_pass):
     program, executor = long_pass
     state, flag = _core.SessionState(program, 512), _core.CancelFlag()
     run_pass(executor, state, [1], [0])
-    timer = threading.Timer(0.05, flag.set)
-    timer.start()
+    seen = []
+
+    def stop():
+        seen.append(executor.op_seconds["linear"])  # never waits for the pass
+        flag.set()
+
+    threading.Timer(0.05, stop).start()
     with pytest.raises(HeadraceError, match=r"^cancelled$"):
         run_pass(executor, state, [2] * 400, [399], cancel=flag)
-    assert flag.is_set and state.length == 1
+    assert flag.is_set and seen[0] > 0 and state.length == 1
     flag.clear()
     run_pass(executor, state, [2], [0], cancel=flag)
     assert state.length == 2

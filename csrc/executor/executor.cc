@@ -69,7 +69,7 @@ struct Executor::Impl {
   std::vector<uint32_t> positions;  // [rows]
   std::vector<uint32_t> lengths;    // [states] after the pass
   std::atomic<bool> stopping{false};
-  std::array<uint64_t, kNumOps> op_ns{};
+  std::array<std::atomic<uint64_t>, kNumOps> op_ns{};
   std::mutex mutex;  // one pass at a time
 
   Impl(Program parsed, const Weights& w, ExpertMemory* e, uint32_t num_threads)
@@ -138,8 +138,9 @@ const Program& Executor::program() const { return impl_->program; }
 uint32_t Executor::num_threads() const { return impl_->pool.size(); }
 
 std::array<uint64_t, kNumOps> Executor::op_ns() const {
-  std::lock_guard lock(impl_->mutex);
-  return impl_->op_ns;
+  std::array<uint64_t, kNumOps> out;
+  for (uint32_t i = 0; i < kNumOps; ++i) out[i] = impl_->op_ns[i].load(std::memory_order_relaxed);
+  return out;
 }
 
 }  // namespace headrace

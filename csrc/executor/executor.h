@@ -32,12 +32,13 @@ class Executor {
   Executor(Program program, const Weights& weights, ExpertMemory* experts, uint32_t num_threads);
   ~Executor();
 
-  // One pass. On success every state has grown by its rows. On an exception no state has, and the next pass may run.
+  // One pass; other callers wait for it. On success every state has grown by its rows. On an exception no state has,
+  // and the next pass may run.
   void run(const Pass& pass);
 
   const Program& program() const;
   uint32_t num_threads() const;
-  // Time spent per op code since construction, and calls: for reports.
+  // Time spent per op code since construction, for reports. Any thread, also during a pass.
   std::array<uint64_t, kNumOps> op_ns() const;
 
  private:
