@@ -79,6 +79,7 @@ class ExpertsPass {
     build_route_map(ctx_, op_, num_rows_, map_);
     const uint32_t num_routes = num_rows_ * op_.top_k;
     bind_workspace(std::min(num_routes, op_.capacity));
+    jobs_.clear();
     ctx_.experts->begin(op_.layer, map_.experts);
     struct End {
       ExpertMemory& memory;
@@ -94,47 +95,66 @@ class ExpertsPass {
  private:
   // Every route's output is kept, so experts may come in any order; the sums are formed at the end, in one order.
   void run_as_ready() {
-    bind_inputs(0, map_.first.back());
-    std::vector<uint32_t>& taken = ctx_.buffers.taken;
     while (take(/*in_order=*/false)) {
-      jobs_.clear();
-      for (uint32_t i : taken)
-        jobs_.push_back({ctx_.experts->address(i), map_.first[i], map_.first[i + 1] - map_.first[i]});
+      for (uint32_t i : ctx_.buffers.taken) add_job(i, map_.first[i], map_.first[i], map_.first[i + 1] - map_.first[i]);
       compute();
-      for (uint32_t i : taken) ctx_.experts->release(i);
-      ctx_.poll();
+      finish_jobs();
     }
     ctx_.each_row(num_rows_, uint64_t{op_.top_k} * op_.hidden, [&](uint32_t row) {
       float* y = ctx_.f32(op_.y, row);
       std::memset(y, 0, op_.hidden * sizeof(float));
       for (uint32_t j = 0; j < op_.top_k; ++j) {  // ids ascend within a row
-        const uint32_t p = map_.route_of[row * op_.top_k + j];
-        ctx_.kernels.accumulate(map_.weights[p], rows_.out[p], y, op_.hidden);
+        const uint32_t route = map_.route_of[row * op_.top_k + j];
+        ctx_.kernels.accumulate(map_.weights[route], rows_.out[route], y, op_.hidden);
       }
     });
   }
 
-  // More routes than the workspace holds: experts come in ascending order, each in rounds, straight into the sums.
+  // More routes than the workspace holds: experts come in ascending order, as many at a time as it does hold, straight
+  // into the sums. One with more routes than that takes several rounds.
   void run_in_storage_order() {
     ctx_.each_row(num_rows_, op_.hidden,
                   [&](uint32_t row) { std::memset(ctx_.f32(op_.y, row), 0, op_.hidden * sizeof(float)); });
-    std::vector<uint32_t>& taken = ctx_.buffers.taken;
+    uint32_t places = 0;
+    const auto run_jobs = [&] {
+      compute();
+      for (const ExpertJob& job : jobs_) accumulate(job);
+      finish_jobs();
+      places = 0;
+    };
     while (take(/*in_order=*/true)) {
-      for (uint32_t i : taken) {
-        for (uint32_t p = map_.first[i]; p < map_.first[i + 1]; p += op_.capacity)
-          run_round(ctx_.experts->address(i), p, std::min(op_.capacity, map_.first[i + 1] - p));
-        ctx_.experts->release(i);
+      for (uint32_t i : ctx_.buffers.taken) {
+        const uint32_t end = map_.first[i + 1];
+        if (end - map_.first[i] > op_.capacity - places) run_jobs();
+        for (uint32_t route = map_.first[i]; route < end;) {
+          const uint32_t n = std::min(end - route, op_.capacity - places);
+          add_job(i, route, places, n);
+          route += n;
+          places += n;
+          if (places == op_.capacity) run_jobs();
+        }
       }
+      run_jobs();
     }
   }
 
-  void run_round(const uint8_t* slot, uint32_t route, uint32_t num_routes) {
-    ctx_.poll();
-    bind_inputs(route, num_routes);
-    jobs_.assign(1, {slot, 0, num_routes});
-    compute();
-    ctx_.each_row(num_routes, op_.hidden, [&](uint32_t i) {  // an expert meets a row only once
-      ctx_.kernels.accumulate(map_.weights[route + i], rows_.out[i], ctx_.f32(op_.y, map_.rows[route + i]), op_.hidden);
+  void add_job(uint32_t expert, uint32_t route, uint32_t place, uint32_t num_routes) {
+    jobs_.push_back({expert, ctx_.experts->address(expert), route, place, num_routes});
+    for (uint32_t i = 0; i < num_routes; ++i) rows_.x[place + i] = ctx_.bytes(op_.x, map_.rows[route + i]);
+  }
+
+  // Slots whose last reader is done go back.
+  void finish_jobs() {
+    for (const ExpertJob& job : jobs_)
+      if (job.route + job.num_routes == map_.first[job.expert + 1]) ctx_.experts->release(job.expert);
+    jobs_.clear();
+  }
+
+  void accumulate(const ExpertJob& job) {
+    ctx_.each_row(job.num_routes, op_.hidden, [&](uint32_t i) {  // an expert meets a row only once
+      const uint32_t route = job.route + i;
+      ctx_.kernels.accumulate(map_.weights[route], rows_.out[job.place + i], ctx_.f32(op_.y, map_.rows[route]),
+                              op_.hidden);
     });
   }
 
@@ -147,20 +167,17 @@ class ExpertsPass {
     float* gate = ctx_.f32(op_.workspace);
     float* up = gate + size_t{op_.capacity} * op_.width;
     float* out = up + size_t{op_.capacity} * op_.width;
-    uint8_t* q8 = reinterpret_cast<uint8_t*>(out + size_t{op_.capacity} * op_.hidden);
+    q8_ = reinterpret_cast<uint8_t*>(out + size_t{op_.capacity} * op_.hidden);
     for (uint32_t i = 0; i < num_places; ++i) {
       rows_.gate[i] = gate + size_t{i} * op_.width;
       rows_.up[i] = up + size_t{i} * op_.width;
       rows_.out[i] = out + size_t{i} * op_.hidden;
       // A float down reads the product where swiglu left it.
-      rows_.h[i] = quantizes_product() ? q8 + i * q8_row_bytes(op_.width) : static_cast<void*>(rows_.gate[i]);
+      rows_.h[i] = quantizes_product() ? static_cast<const void*>(q8_row(i)) : rows_.gate[i];
     }
   }
 
-  // Place i of the workspace works on route `route` + i.
-  void bind_inputs(uint32_t route, uint32_t num_routes) {
-    for (uint32_t i = 0; i < num_routes; ++i) rows_.x[i] = ctx_.bytes(op_.x, map_.rows[route + i]);
-  }
+  uint8_t* q8_row(uint32_t place) const { return q8_ + place * q8_row_bytes(op_.width); }
 
   bool quantizes_product() const { return is_quantized(source_.parts[2].type); }
 
@@ -200,11 +217,10 @@ class ExpertsPass {
     matmul(job, 0, rows_.x, rows_.gate, begin, end, thread);
     matmul(job, 1, rows_.x, rows_.up, begin, end, thread);
     const uint32_t col = begin * kTileRows, col_end = std::min(end * kTileRows, op_.width);
-    for (uint32_t i = job.first; i < job.first + job.num_routes; ++i) {
+    for (uint32_t i = job.place; i < job.place + job.num_routes; ++i) {
       ctx_.kernels.swiglu(rows_.gate[i] + col, rows_.up[i] + col, rows_.gate[i] + col, col_end - col);
       if (quantizes_product())
-        ctx_.kernels.quantize(rows_.gate[i], op_.width, col / kQuantBlock, col_end / kQuantBlock,
-                              static_cast<uint8_t*>(const_cast<void*>(rows_.h[i])));
+        ctx_.kernels.quantize(rows_.gate[i], op_.width, col / kQuantBlock, col_end / kQuantBlock, q8_row(i));
     }
   }
 
@@ -212,7 +228,7 @@ class ExpertsPass {
   // per-slot kernel would read them once a route; it belongs here.
   void matmul(const ExpertJob& job, int p, const std::vector<const void*>& x, const std::vector<float*>& y,
               uint32_t tile_begin, uint32_t tile_end, uint32_t thread) {
-    matmul_rows(ctx_, part(job.slot, p), x.data() + job.first, job.num_routes, y.data() + job.first, tile_begin,
+    matmul_rows(ctx_, part(job.slot, p), x.data() + job.place, job.num_routes, y.data() + job.place, tile_begin,
                 tile_end, thread);
   }
 
@@ -224,6 +240,7 @@ class ExpertsPass {
   RowPointers& rows_;
   std::vector<ExpertJob>& jobs_ = ctx_.buffers.jobs;
   std::array<uint64_t, 3> offsets_;
+  uint8_t* q8_ = nullptr;
 };
 
 void check_layer(const Program& program, const OpInfo& info, const ExpertSource& source) {

@@ -24,11 +24,11 @@ struct RouteMap {
   std::vector<uint32_t> next;      // while it is built: counts, then cursors, by expert id
 };
 
-// Some routes of one expert in a ready slot, and the places of the workspace that they use.
+// Routes [route, route + num_routes) of one expert in a ready slot, worked on in places [place, ...) of the workspace.
 struct ExpertJob {
+  uint32_t expert;  // index into RouteMap::experts
   const uint8_t* slot;
-  uint32_t first;  // place of its first route
-  uint32_t num_routes;
+  uint32_t route, place, num_routes;
 };
 
 // Row pointers, as kernels take them.
