@@ -4,7 +4,8 @@
 
 Keys: threads, tokens (ids), splits (lists of pass lengths; one session each), generate (greedy tokens after the
 last split), prompts (lists of ids; each is prefilled and decoded greedily in turn), kv, direct_io, max_rows,
-arena_records (shrinks the arena to so many experts: a small model's experts fit any budget). For each split: the SHA-256 of all rows' logits.
+arena_records (shrinks the arena to so many experts: a small model's experts fit any budget).
+For each split: the SHA-256 of all rows' logits.
 """
 
 from __future__ import annotations

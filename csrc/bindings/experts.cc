@@ -1,4 +1,5 @@
-// Expert sources and the arena. A layer is given as headrace.formats.checkpoint.LayerExperts.
+// Expert sources and the expert memory. A layer is given as headrace.formats.checkpoint.LayerExperts. The executor's
+// binding takes ExpertMemory by reference; begin, take, release, end and read_slot are for tests.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -54,6 +55,12 @@ LayerExperts read_layer(nb::handle layer) {
   return out;
 }
 
+const LayerExperts& layer_at(const ExpertSource& source, uint32_t layer) {
+  if (layer < source.layers.size()) return source.layers[layer];
+  throw Error("expert source: expected a layer below " + std::to_string(source.layers.size()) + ", found " +
+              std::to_string(layer));
+}
+
 ExpertMemoryOptions make_options(uint64_t arena_bytes, uint32_t loader_threads, bool direct_io) {
   ExpertMemoryOptions options;
   options.arena_bytes = arena_bytes;
@@ -63,7 +70,11 @@ ExpertMemoryOptions make_options(uint64_t arena_bytes, uint32_t loader_threads, 
 }
 
 nb::dict counters(const ExpertMemory& memory) {
-  const ExpertCounters c = memory.counters();
+  ExpertCounters c;
+  {
+    nb::gil_scoped_release release;  // resize() on another thread may hold the lock for a while
+    c = memory.counters();
+  }
   nb::dict out;
   out["hits"] = c.hits;
   out["late_hits"] = c.late_hits;
@@ -85,16 +96,14 @@ void init_experts(nb::module_& m) {
             ExpertSource source;
             source.files = std::move(files);
             for (nb::handle layer : layers) source.layers.push_back(read_layer(layer));
+            check_layers(source);  // so that sizes asked of it are possible
             new (self) ExpertSource(std::move(source));
           },
           "files"_a, "layers"_a)
       .def(
           "record_bytes",
-          [](const ExpertSource& source, uint32_t layer) {
-            if (layer >= source.layers.size()) throw nb::index_error("layer");
-            return record_bytes(source.layers[layer]);
-          },
-          "layer"_a, "Bytes of a slot that holds an expert of this layer.")
+          [](const ExpertSource& source, uint32_t layer) { return record_bytes(layer_at(source, layer)); }, "layer"_a,
+          "Bytes of a slot that holds an expert of this layer.")
       .def(
           "total_bytes",
           [](const ExpertSource& source) {
@@ -104,6 +113,7 @@ void init_experts(nb::module_& m) {
           },
           "Bytes of slots that hold all experts.");
 
+  using NoGil = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<ExpertMemory>(m, "ExpertMemory", "The arena of expert slots, and the threads that load experts.")
       .def(
           "__init__",
@@ -120,13 +130,34 @@ void init_experts(nb::module_& m) {
           },
           "source"_a, "loader_threads"_a = 2, "What it holds besides the arena.")
       .def("counters", &counters, "Expert counters since construction, by name.")
-      .def("resize", &ExpertMemory::resize, "arena_bytes"_a, nb::call_guard<nb::gil_scoped_release>(),
+      .def("resize", &ExpertMemory::resize, "arena_bytes"_a, NoGil(),
            "Moves the ceiling on slot bytes, between passes.")
-      .def_prop_ro("arena_bytes", &ExpertMemory::arena_bytes)
-      .def_prop_ro("committed_bytes", &ExpertMemory::committed_bytes)
-      .def_prop_ro("num_slots", &ExpertMemory::num_slots, "Slots of the largest record that the arena holds.")
-      .def_prop_ro("resident_experts", &ExpertMemory::resident_experts)
-      .def_prop_ro("total_experts", &ExpertMemory::total_experts);
+      .def_prop_ro("arena_bytes", &ExpertMemory::arena_bytes, NoGil())
+      .def_prop_ro("committed_bytes", &ExpertMemory::committed_bytes, NoGil())
+      .def_prop_ro("num_slots", &ExpertMemory::num_slots, NoGil(), "Slots of the largest record that the arena holds.")
+      .def_prop_ro("resident_experts", &ExpertMemory::resident_experts, NoGil())
+      .def_prop_ro("total_experts", &ExpertMemory::total_experts)
+      .def(
+          "begin",
+          [](ExpertMemory& memory, uint32_t layer, const std::vector<uint32_t>& ids) { memory.begin(layer, ids); },
+          "layer"_a, "ids"_a, NoGil())
+      .def(
+          "take",
+          [](ExpertMemory& memory, bool in_order, uint32_t max_taken) {
+            std::vector<uint32_t> taken;
+            memory.take(in_order, max_taken, taken, nullptr);
+            return taken;
+          },
+          "in_order"_a = false, "max_taken"_a = UINT32_MAX, NoGil(), "Indices into ids; empty when all were taken.")
+      .def("release", &ExpertMemory::release, "index"_a, NoGil())
+      .def("end", &ExpertMemory::end, NoGil())
+      .def(
+          "read_slot",
+          [](const ExpertMemory& memory, uint32_t layer, uint32_t index) {
+            const uint64_t n = record_bytes(layer_at(memory.source(), layer));
+            return nb::bytes(memory.address(index), n);
+          },
+          "layer"_a, "index"_a, "The bytes of a taken expert of the layer in progress.");
 }
 
 }  // namespace headrace

@@ -250,7 +250,8 @@ struct ExpertMemory::Impl {
     }
   }
 
-  // Hits pin the whole arena, and a missing expert comes before the furthest of them: that hit becomes a load.
+  // Where the next load finds no room and a hit lies behind it in storage order, the furthest such hit becomes a load.
+  // What is ready behind the head of the queue is always a hit: loads are admitted in storage order.
   void give_up_furthest_hit() {
     const uint32_t head = lease.queue.back();
     for (uint32_t i = static_cast<uint32_t>(lease.entries.size()); i-- > head + 1;) {
@@ -357,7 +358,11 @@ struct ExpertMemory::Impl {
       return !taken.empty();
     };
     if (!done_waiting()) {
-      if (lease.num_loading == 0) {
+      if (lease.num_loading == 0) {  // the executor kept what it took, and hits hold the rest
+        give_up_furthest_hit();
+        admit();
+      }
+      if (lease.num_loading == 0 && lease.error.empty()) {
         throw Error("expert memory: layer " + std::to_string(lease.layer) +
                     ": every slot is taken; release experts before taking more");
       }
@@ -492,9 +497,7 @@ uint64_t ExpertMemory::overhead_bytes(const ExpertSource& source, const ExpertMe
   // A slot's row in the tables: Slot, slot_of, two links and a mark of the Lru, committed bytes, a node of each set.
   const uint64_t row = sizeof(Slot) + 4 + 8 + 1 + 8 + 64 + 48;
   tables += count_experts(source) * row;
-  const uint64_t stack = 64 << 10;  // what a loader thread touches of it, and its allocator's arena
-  return tables + options.loader_threads * (staging_bytes(source) + stack) +
-         std::min(options.arena_bytes, count_experts(source) * largest_record(source)) / 512;  // page tables: 8 of 4096
+  return tables + options.loader_threads * staging_bytes(source);
 }
 
 }  // namespace headrace

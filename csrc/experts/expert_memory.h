@@ -50,7 +50,8 @@ class ExpertMemory {
   // ids: the distinct experts that have routes, ascending. Pins those that are ready (hits), queues the others in
   // ascending order, evicting least recently used experts that the layer does not need. No read of an expert
   // outside `ids` starts. When they do not all fit, the rest is queued as slots are released; if pinned hits alone
-  // fill the arena, the one furthest in storage order is given up and counts as a load.
+  // fill the arena and a missing expert precedes one of them, the furthest in storage order is given up and counts as a
+  // load.
   void begin(uint32_t layer, std::span<const uint32_t> ids);
   // Blocks until at least one expert that was not yet taken is ready, then fills `taken` with indices into `ids`,
   // ascending: all that are ready (in_order false), or the longest run of ready ones that continues the storage order
@@ -73,7 +74,8 @@ class ExpertMemory {
   uint32_t num_slots() const;         // slots of the largest record that arena_bytes holds
   uint64_t resident_experts() const;  // experts ready now
   uint64_t total_experts() const;
-  // What this object will hold besides the arena (staging buffers, tables), for the plan; from the source alone.
+  // What this object will hold besides the arena, for the plan; from the source alone: tables and staging buffers, not
+  // the loader threads' stacks and not page tables.
   static uint64_t overhead_bytes(const ExpertSource& source, const ExpertMemoryOptions& options);
 
  private:

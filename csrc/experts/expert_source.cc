@@ -43,31 +43,38 @@ void check_count(const std::string& where, const char* what, size_t expected, si
 
 }  // namespace
 
-void check_source(const ExpertSource& source, const std::vector<uint64_t>& file_bytes) {
+void check_layers(const ExpertSource& source) {
   uint64_t total = 0;
   for (size_t i = 0; i < source.layers.size(); ++i) {
     const LayerExperts& layer = source.layers[i];
-    const std::string in_layer = "layer " + std::to_string(i);
+    const std::string where = "layer " + std::to_string(i);
     total += layer.num_experts;
     if (layer.num_experts == 0) continue;
-    for (int p = 0; p < 3; ++p) check_part(in_layer + " " + kPartNames[p] + ": ", layer.parts[p]);
-
-    const bool packed = !layer.records.empty();
-    if (packed) {
-      check_count(in_layer + ": ", "records", layer.num_experts, layer.records.size());
-      check_count(in_layer + ": ", "checksums", layer.num_experts, layer.crc.size());
-      check_count(in_layer + ": ", "row extents beside records", 0, layer.rows.size());
-    } else {
-      check_count(in_layer + ": ", "row extents", layer.num_experts * size_t{3}, layer.rows.size());
+    for (int p = 0; p < 3; ++p) check_part(where + " " + kPartNames[p] + ": ", layer.parts[p]);
+    if (layer.records.empty()) {
+      check_count(where + ": ", "row extents", layer.num_experts * size_t{3}, layer.rows.size());
+      continue;
     }
+    check_count(where + ": ", "records", layer.num_experts, layer.records.size());
+    check_count(where + ": ", "checksums", layer.num_experts, layer.crc.size());
+    check_count(where + ": ", "row extents beside records", 0, layer.rows.size());
+  }
+  if (total == 0) throw Error("expert source: expected at least one expert, found none");
+  if (total >= UINT32_MAX) throw Error("expert source: expected under 2^32 experts, found " + std::to_string(total));
+}
+
+void check_source(const ExpertSource& source, const std::vector<uint64_t>& file_bytes) {
+  check_layers(source);
+  for (size_t i = 0; i < source.layers.size(); ++i) {
+    const LayerExperts& layer = source.layers[i];
     for (uint32_t e = 0; e < layer.num_experts; ++e) {
-      const std::string where = in_layer + " expert " + std::to_string(e);
-      if (packed) {
-        check_extent(where + ": ", source, file_bytes, layer.records[e], record_bytes(layer));
-        if (layer.records[e].offset % kPage != 0) {
-          throw Error(source.files[layer.records[e].file] + ": " + where +
-                      ": expected a record at a multiple of 4096, found offset " +
-                      std::to_string(layer.records[e].offset));
+      const std::string where = "layer " + std::to_string(i) + " expert " + std::to_string(e);
+      if (!layer.records.empty()) {
+        const ExpertExtent& record = layer.records[e];
+        check_extent(where + ": ", source, file_bytes, record, record_bytes(layer));
+        if (record.offset % kPage != 0) {
+          throw Error(source.files[record.file] + ": " + where +
+                      ": expected a record at a multiple of 4096, found offset " + std::to_string(record.offset));
         }
         continue;
       }
@@ -78,8 +85,6 @@ void check_source(const ExpertSource& source, const std::vector<uint64_t>& file_
       }
     }
   }
-  if (total == 0) throw Error("expert source: expected at least one expert, found none");
-  if (total >= UINT32_MAX) throw Error("expert source: expected under 2^32 experts, found " + std::to_string(total));
 }
 
 }  // namespace headrace

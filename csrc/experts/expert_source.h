@@ -48,8 +48,10 @@ inline uint64_t part_offset(const LayerExperts& l, int i) {
 }
 inline uint64_t record_bytes(const LayerExperts& l) { return round_up(part_offset(l, 3), kPage); }
 
-// Throws Error that names layer, expert, file, offset, expected and found, unless every layer's tables are complete,
-// its geometry is possible and every extent lies inside its file (sizes as given, one a file). Sums cannot overflow.
+// Throw Error that names layer, expert, file, offset, expected and found.
+// Every layer's tables are complete and its geometry is possible, so that no size computed from it overflows.
+void check_layers(const ExpertSource& source);
+// The same, and every extent lies inside its file. file_bytes: the files' sizes.
 void check_source(const ExpertSource& source, const std::vector<uint64_t>& file_bytes);
 
 }  // namespace headrace

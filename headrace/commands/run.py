@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headrace import _core
 from headrace.commands.model import open_model
@@ -115,7 +116,7 @@ def run(options: RunOptions) -> None:
             print(figures_line(report, session), file=sys.stderr)
 
 
-def session_report(session: Session) -> dict[str, object]:
+def session_report(session: Session) -> dict[str, Any]:
     prefill, decode = session.prefill_figures, session.decode_figures
     return {
         "prefill_tps": prefill.tps,

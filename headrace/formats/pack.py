@@ -242,9 +242,8 @@ class _Output:
         try:
             return function(*args)
         except OSError as e:
-            raise HeadraceError(
-                f"{self.path.name}: write at offset {self.offset}: {e.strerror}; the store was not made"
-            ) from None
+            where = f"write of {self.path.name} at offset {self.offset}"
+            raise OSError(e.errno, f"{where}: {e.strerror}; the store was not made") from None
 
 
 def _write_tensor(source: _Source, t: TensorInfo, out: _Output) -> dict[str, Any]:

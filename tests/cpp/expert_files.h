@@ -79,7 +79,7 @@ class ExpertFiles {
       source.files.push_back(directory_ + "/experts" + std::to_string(f));
       FILE* out = std::fopen(source.files[f].c_str(), "wb");
       if (!out) throw Error("cannot write " + source.files[f]);
-      std::fwrite(files[f].data(), 1, files[f].size(), out);
+      if (!files[f].empty()) std::fwrite(files[f].data(), 1, files[f].size(), out);
       fflush(out);
       fsync(fileno(out));
       std::fclose(out);

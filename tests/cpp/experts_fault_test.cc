@@ -159,8 +159,8 @@ TEST("tables and files that cannot be are refused at construction") {
   refused("known weight type, found type 7", [](auto& s) { s.layers[0].parts[0].type = static_cast<DType>(7); });
   refused("at least one expert", [](auto& s) { s.layers.clear(); });
   refused("No such file", [](auto& s) { s.files[1] += ".gone"; });
-  refused("regular file", [](auto& s) { s.files[1] = "/dev/null"; });
-  refused("regular file", [](auto& s) { s.files[1] = "/"; });
+  refused("regular file", [](auto& s) { s.files[1] = std::string("/dev/null"); });
+  refused("regular file", [](auto& s) { s.files[1] = std::string("/proc"); });
   CHECK_THROWS(Error, "at least the largest expert", ExpertMemory(files.source, {files.largest_bytes() - 1, 2, true}));
   CHECK_THROWS(Error, "loader threads, found 0", ExpertMemory(files.source, {files.total_bytes(), 0, true}));
 }

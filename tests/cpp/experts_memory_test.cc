@@ -357,5 +357,5 @@ TEST("overhead counts staging for rows only") {
   const uint64_t packed_bytes = ExpertMemory::overhead_bytes(files.source, {files.total_bytes(), 2, true});
   const uint64_t rows_bytes = ExpertMemory::overhead_bytes(rows.source, {rows.total_bytes(), 2, true});
   CHECK(packed_bytes > 0 && packed_bytes < 1 << 20);
-  CHECK(rows_bytes > packed_bytes + (2 << 20) - (1 << 18));
+  CHECK(rows_bytes > packed_bytes + (2 << 20) - (1 << 17));
 }
