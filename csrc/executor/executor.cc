@@ -1,6 +1,7 @@
 #include "executor/executor.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <mutex>
 #include <string>
@@ -67,6 +68,7 @@ struct Executor::Impl {
   OpBuffers buffers;
   std::vector<uint32_t> positions;  // [rows]
   std::vector<uint32_t> lengths;    // [states] after the pass
+  std::atomic<bool> stopping{false};
   std::array<uint64_t, kNumOps> op_ns{};
   std::mutex mutex;  // one pass at a time
 
@@ -104,7 +106,8 @@ struct Executor::Impl {
   void run(const Pass& pass) {
     check_shape(program, pass);
     assign_positions(pass);
-    const PassContext ctx{program, weights, experts, kernels, pool, scratch.data(), buffers, pass, positions};
+    stopping = false;
+    const PassContext ctx{program, weights, experts, kernels, pool, scratch.data(), buffers, pass, positions, stopping};
     for (const OpInfo& op : program.ops) {
       ctx.poll();
       const auto start = std::chrono::steady_clock::now();

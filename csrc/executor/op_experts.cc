@@ -187,7 +187,6 @@ class ExpertsPass {
   void each_expert_range(uint32_t count, Fn fn) {
     ctx_.pool.parallel_for(count * static_cast<uint32_t>(jobs_.size()), 1,
                            [&](uint32_t begin, uint32_t end, uint32_t thread) {
-                             ctx_.poll(thread);
                              for (uint32_t at = begin; at < end;) {
                                const uint32_t job = at / count, job_end = std::min(end, (job + 1) * count);
                                fn(jobs_[job], at - job * count, job_end - job * count, thread);

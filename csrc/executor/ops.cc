@@ -36,12 +36,11 @@ void matmul_rows(const PassContext& ctx, const Matrix& w, const void* const* x, 
                  uint32_t tile_begin, uint32_t tile_end, uint32_t thread) {
   const size_t x_bytes = is_quantized(w.type) ? q8_row_bytes(w.cols) : w.cols * sizeof(float);
   const uint32_t row_step = static_cast<uint32_t>(std::max<size_t>(16, kPieceBytes / x_bytes / 16 * 16));
-  if (n <= row_step) return ctx.kernels.matmul(w, x, n, y, tile_begin, tile_end);
   const uint32_t tile_step =
       static_cast<uint32_t>(std::max<size_t>(4, kPieceBytes / tile_bytes(w.type, w.cols) / 4 * 4));
   for (uint32_t tile = tile_begin; tile < tile_end; tile += tile_step) {
-    ctx.poll(thread);
     for (uint32_t row = 0; row < n; row += row_step) {
+      ctx.poll(thread);
       ctx.kernels.matmul(w, x + row, std::min(row_step, n - row), y + row, tile, std::min(tile + tile_step, tile_end));
     }
   }
@@ -102,7 +101,6 @@ void run_linear(const PassContext& ctx, const OpInfo& op) {
   const Matrix w = ctx.weights.matrix(op.weights[0]);
   const uint32_t grain = static_cast<uint32_t>(1 + kLeastWeightBytes / (tile_bytes(w.type, w.cols) * n));
   ctx.pool.parallel_for(num_tiles(w.rows), grain, [&](uint32_t begin, uint32_t end, uint32_t thread) {
-    ctx.poll(thread);
     matmul_rows(ctx, w, rows.x.data(), n, rows.y.data(), begin, end, thread);
   });
 }

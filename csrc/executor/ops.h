@@ -1,6 +1,7 @@
 // One function per op of the table (headrace/ops.py): reads its inputs from scratch, writes its outputs there.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -57,14 +58,16 @@ struct PassContext {
   OpBuffers& buffers;
   const Pass& pass;
   const std::vector<uint32_t>& positions;  // of each row, in its sequence
+  std::atomic<bool>& stopping;             // the calling thread has been told to stop
 
   uint32_t num_rows(uint32_t value) const;
   float* f32(uint32_t value, uint32_t row = 0) const;
   int32_t* i32(uint32_t value, uint32_t row = 0) const;
   uint8_t* bytes(uint32_t value, uint32_t row = 0) const;  // any kind
-  // Throws Cancelled if the caller wants the pass to end. Only the calling thread (0) asks; the others find no work.
+  // Throws Cancelled if the caller wants the pass to end. Only the calling thread (0) asks it; the others follow.
   void poll(uint32_t thread = 0) const {
-    if (thread == 0 && pass.should_stop && pass.should_stop()) throw Cancelled();
+    if (thread == 0 && pass.should_stop && pass.should_stop()) stopping.store(true, std::memory_order_relaxed);
+    if (stopping.load(std::memory_order_relaxed)) throw Cancelled();
   }
   // parallel_for over rows whose work is about `row_work` floats each: few rows stay on the calling thread.
   template <class Fn>
