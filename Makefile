@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 SOURCES := $(shell find csrc headrace -name '*.cc' -o -name '*.h' -o -name '*.py') CMakeLists.txt pyproject.toml
 CPP_FILES := $(shell find csrc tests/cpp -name '*.cc' -o -name '*.h')
 
-.PHONY: run test lint cpp-test py-test clean
+.PHONY: run test lint cpp-test py-test stub clean
 
 PROMPT ?= In the beginning
 
@@ -47,6 +47,12 @@ cpp-test: $(VENV)/.tested
 
 py-test: $(VENV)/.tested
 	$(BIN)/python -m pytest
+
+# The types of the native module, for mypy. Run after changing csrc/bindings.
+stub: $(VENV)/.tested
+	$(BIN)/python -m nanobind.stubgen -q -m headrace._core -o headrace/_core.pyi
+	sed -i 's/^from headrace._core import kernels as kernels/kernels: Any  # for tests/; s/import Annotated,/import Annotated, Any,/' headrace/_core.pyi
+	$(BIN)/ruff format -q headrace/_core.pyi
 
 clean:
 	rm -rf $(VENV) build build-*

@@ -88,7 +88,7 @@ int main(int argc, char** argv) {
     const uint32_t tiles = static_cast<uint32_t>(kWeightBytes / tile_bytes(t.type, kCols));
     const size_t bytes = tiles * tile_bytes(t.type, kCols);
     const Matrix w = {t.type, tiles * kTileRows, kCols, weights};
-    for (uint32_t n : {1u, 2u, 4u, 8u}) {
+    for (uint32_t n : {1u, 2u, 3u, 4u, 6u, 8u, 16u}) {
       std::vector<float> floats(kCols);
       for (uint32_t i = 0; i < kCols; ++i) floats[i] = static_cast<float>(i % 17) - 8.0f;
       std::vector<uint8_t> q8(q8_row_bytes(kCols));

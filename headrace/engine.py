@@ -10,6 +10,7 @@ import gc
 import time
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -114,7 +115,7 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
         expert_bytes=source.total_bytes(),
         scratch_bytes=scratch_bytes,
     )
-    gc.collect()
+    _release_free_memory()
     readings = Readings(
         rss_bytes=machine.rss_bytes(),
         peak_rss_bytes=machine.peak_rss_bytes(),
@@ -128,6 +129,12 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
         context=options.context,
         prompt_rows=options.max_rows or min(options.prompt_rows, options.context),
     )
+
+
+def _release_free_memory() -> None:
+    """So that what was needed for a moment (parsing a vocabulary) does not count as held."""
+    gc.collect()
+    _core.release_free_memory()
 
 
 def _expert_source(checkpoint: Checkpoint) -> _core.ExpertSource:
@@ -161,7 +168,7 @@ class Engine:
     def _take_arena(self) -> None:
         """Everything else is in memory now: what is left of the budget, less the reserve, is the arena's."""
         p = self.plan
-        gc.collect()
+        _release_free_memory()
         held = machine.rss_bytes() - self.experts.committed_bytes
         rest = p.budget_bytes - held - p.reserve_bytes - p.logits_bytes - p.threads_bytes
         rest -= page_table_bytes(p.budget_bytes)
@@ -193,7 +200,9 @@ class Engine:
 
     def close(self) -> None:
         """Stops the threads and frees the memory. Sessions end with it."""
-        self._executor = self._weights = self.experts = None
+        # In this order: the executor uses the rest.
+        for name in ("_executor", "experts", "_weights"):
+            self.__dict__.pop(name, None)
         self._free_states = []
 
     def __enter__(self) -> Engine:
@@ -204,7 +213,7 @@ class Engine:
 
     # ---- figures
 
-    def report(self) -> dict[str, object]:
+    def report(self) -> dict[str, Any]:
         """What `run` and `bench` report about the engine."""
         return {
             "model": self.checkpoint.name,
@@ -223,7 +232,7 @@ class Session:
     """One conversation: its keys and values. Passes append to it; rollback() shortens it."""
 
     def __init__(self, engine: Engine, state: _core.SessionState):
-        self.engine, self._state = engine, state
+        self.engine, self._state, self._closed = engine, state, False
         self.prefill_figures, self.decode_figures = Figures(), Figures()
 
     @property
@@ -259,12 +268,14 @@ class Session:
         return logits
 
     def close(self) -> None:
-        if self._state is not None:
+        if not self._closed:
+            self._closed = True
             self.engine._free_states.append(self._state)
-            self._state = None
 
     def _check(self, tokens: list[int]) -> None:
         vocab, room = self.engine.config.vocab_size, self._state.capacity - self.length
+        if self._closed:
+            raise HeadraceError("this session is closed; open another with Engine.session()")
         if not tokens:
             raise HeadraceError("an empty prompt: give at least one token")
         bad = next((t for t in tokens if not 0 <= t < vocab), None)

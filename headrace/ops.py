@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 
 class Kind(IntEnum):
@@ -45,7 +46,7 @@ class Shape:
 
 
 # Given input shapes, (rows, cols) of weights, and attributes, returns the outputs' shapes. A workspace comes last.
-ShapeRule = Callable[[list[Shape], list[tuple[int, int]], dict[str, float]], list[Shape]]
+ShapeRule = Callable[[list[Shape], list[tuple[int, int]], dict[str, Any]], list[Shape]]
 
 
 @dataclass(frozen=True)

@@ -112,10 +112,10 @@ def compile_graph(graph: Graph, max_rows: int, max_out_rows: int = 1) -> Program
     for node in graph.nodes:
         spec = OPS[node.op]
         states = [node.state] if node.state else []
-        groups = [node.inputs, node.weights, states, node.outputs]
+        groups = [[x.index for x in g] for g in (node.inputs, node.weights, states, node.outputs)]
         out += struct.pack("<6I", spec.code, *(len(g) for g in groups), len(spec.attrs))
-        for group in groups:
-            out += struct.pack(f"<{len(group)}I", *(x.index for x in group))
+        for indices in groups:
+            out += struct.pack(f"<{len(indices)}I", *indices)
         out += b"\0" * (-len(out) % 8)
         for name, kind in spec.attrs.items():
             out += struct.pack("<d" if kind is float else "<q", kind(node.attrs[name]))

@@ -151,15 +151,16 @@ class ReferenceSession:
     """Keys and values per state, float16 or float32, of every position so far."""
 
     def __init__(self, graph: Graph, kv_dtype: type = np.float16):
-        self.kv = [(np.zeros((0, s.num_heads, s.head_dim), kv_dtype),) * 2 for s in graph.states]
+        empty: list[Array] = [np.zeros((0, s.num_heads, s.head_dim), kv_dtype) for s in graph.states]
+        self.keys, self.values = list(empty), list(empty)
         self.length = 0
 
     def append(self, state: State, k: Array, v: Array) -> tuple[Array, Array]:
-        old = self.kv[state.index]
-        shape = (-1, state.num_heads, state.head_dim)
-        new = tuple(np.concatenate([a, b.reshape(shape).astype(a.dtype)]) for a, b in zip(old, (k, v), strict=True))
-        self.kv[state.index] = new
-        return new
+        for stored, new in ((self.keys, k), (self.values, v)):
+            old = stored[state.index]
+            rows = new.reshape(-1, state.num_heads, state.head_dim).astype(old.dtype)
+            stored[state.index] = np.concatenate([old, rows])
+        return self.keys[state.index], self.values[state.index]
 
 
 class Reference:

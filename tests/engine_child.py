@@ -4,7 +4,9 @@
 
 Keys: threads, tokens (ids), splits (lists of pass lengths; one session each), generate (greedy tokens after the
 last split), prompts (lists of ids; each is prefilled and decoded greedily in turn), kv, direct_io, max_rows,
-arena_records (shrinks the arena to so many experts: a small model's experts fit any budget). For each split: the SHA-256 of all rows' logits.
+arena_records (shrinks the arena to so many experts: a small model's experts fit any budget), grow_mib (what this
+process grows by afterwards, 1 MiB a decode step).
+For each split: the SHA-256 of all rows' logits.
 """
 
 from __future__ import annotations
@@ -51,6 +53,17 @@ def greedy(engine: Engine, prompt: list[int], n: int) -> list[int]:
     return out
 
 
+def drift(engine: Engine, grow_mib: int) -> None:
+    """As a leak elsewhere in the process would."""
+    session, held = engine.session(), []
+    for i in range(grow_mib):
+        held.append(bytes([1]) * (1 << 20))
+        if session.length == engine.options.context:
+            session.rollback(0)
+        session.step(i)
+    session.close()
+
+
 def main() -> None:
     request = json.loads(sys.argv[1])
     checkpoint = open_model(request["model"])
@@ -75,6 +88,7 @@ def main() -> None:
         arena_at_start = engine.experts.arena_bytes
         hashes = [split_hash(engine, tokens, lengths) for lengths in request.get("splits", [])]
         greedy_ids = [greedy(engine, p, generate) for p in prompts]
+        drift(engine, request.get("grow_mib", 0))
         report = {
             "budget_bytes": options["memory_bytes"],
             "peak_rss_bytes": machine.peak_rss_bytes(),

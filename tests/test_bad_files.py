@@ -88,7 +88,7 @@ ARCH = key("general.architecture", 8, string("olmoe"))
         (header([ARCH], num_keys=2**64 - 1), "key count"),
         (header([ARCH], num_keys=2), "truncated: key"),
         (header([ARCH, ARCH]), "key 'general.architecture' at offset 69 occurs twice"),
-        (header([key("a", 8, struct.pack("<Q", 2**63))]), "key 'a' at offset .* string of at most"),
+        (header([key("a", 8, struct.pack("<Q", 2**63))]), "truncated: key 'a' at offset 45 needs"),
         (header([key("a", 8, struct.pack("<Q", 1000) + b"x")]), "truncated: key 'a'"),
         (header([key("", 4, bytes(4)), ARCH]), "key at offset 24: expected a length"),
         (header([struct.pack("<Q", 2**40) + bytes(64)]), "key at offset 24: expected a length"),
@@ -257,9 +257,7 @@ def test_quantized_vectors_are_refused(tmp_path):
 def test_unsupported_types_are_named_with_their_tensor(tmp_path):
     path = tmp_path / "m.gguf"
     write_gguf(path, TINY, random_weights(TINY), overrides={"ffn_up": "Q5_0"})
-    fails(
-        path, "'blk.0.ffn_up_exps.weight': Q5_0 is not supported; supported: F32, F16, Q4_0, Q8_0"
-    )
+    fails(path, "'blk.0.ffn_up_exps.weight': Q5_0 is not supported; supported: F32, F16, Q4_0, Q8_0")
 
 
 def test_a_header_without_bound_is_refused(tmp_path):
@@ -416,7 +414,7 @@ def entry(shape, begin, end, dtype="F32"):
         (safetensors({"t": entry([1], 4, 8)}, bytes(8)), "leaves a gap before it"),
         (safetensors({"t": entry([2], 0, 8), "u": entry([1], 4, 8)}, bytes(8)), "overlaps another"),
         (safetensors({"t": entry([1], 0, 4)}, bytes(8)), "by its header, found"),
-        (safetensors({"a\nb": entry([1], 0, 4)}, bytes(4)), "expected|missing"),
+        (safetensors({"a\nb": entry([1], 0, 4)}, bytes(4)), r"tensor 'a.nb': this tensor has no"),
     ],
 )
 def test_malformed_safetensors(tmp_path, data, message):
@@ -467,9 +465,7 @@ def test_experts_of_different_types(tmp_path):
     weight_map = dict.fromkeys(tensors, "a.safetensors") | dict.fromkeys(odd, "b.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(
-        HeadraceError, match="expected F32 like the layer's other experts, found BF"
-    ):
+    with pytest.raises(HeadraceError, match="expected F32 like the layer's other experts, found BF"):
         open_checkpoint(tmp_path)
 
 

@@ -234,9 +234,7 @@ def test_two_layers_of_everything(tmp_path):
         x = g.add(x, g.attention(q, k, v, g.state("kv", 2, 16), **attrs, scale=0.25))
         h = g.rms_norm(x, m.vector(64), group=64, eps=1e-5)
         x = g.add(x, m.experts(h, (DType.F16,) * 3))
-    m.finish(g.linear(x, m.matrix(50, 64))).check(
-        1e-4, split=4, out_rows=[4, 5], kv_dtype=DType.F32
-    )
+    m.finish(g.linear(x, m.matrix(50, 64))).check(1e-4, split=4, out_rows=[4, 5], kv_dtype=DType.F32)
 
 
 # ---- manners

@@ -158,6 +158,12 @@ def test_budget_holds_over_2000_tokens_and_two_prompts(budget):
     assert run["arena_bytes_at_end"] >= 0.9 * run["arena_bytes"] - (1 << 20)
 
 
+def test_slots_are_given_back_when_the_process_grows(large):
+    request = {"model": str(large["store"]), "budget": 0.3, "prompts": [[1, 2, 3]], "generate": 2}
+    run = child({**request, "grow_mib": 40})
+    assert run["arena_bytes_at_end"] < run["arena_bytes"] - (25 << 20)
+
+
 @pytest.mark.parametrize("source", ["gguf", "store"])
 @pytest.mark.parametrize("budget", ["minimum", 0.3, "resident"])
 def test_alone_in_a_cgroup_of_its_budget_it_is_not_killed(large, source, budget):

@@ -56,7 +56,7 @@ def test_live_values_never_share_memory(rows, dtype):
     in_place = {(node.inputs[0].index, node.outputs[0].index) for node in graph.nodes if OPS[node.op].in_place}
     for a, (a_born, a_dies) in ranges.items():
         assert offsets[a] % 64 == 0 and spans[a][1] <= scratch_bytes
-        for b, (b_born, b_dies) in ranges.items():
+        for b, (b_born, _) in ranges.items():
             # b is written at b_born, while a is still needed.
             if a != b and a_born <= b_born <= a_dies:
                 if a_dies == b_born and (a, b) in in_place:

@@ -1,5 +1,7 @@
 """The memory plan as arithmetic: nothing over the budget, the named smallest works, larger is never worse."""
 
+from itertools import pairwise
+
 import pytest
 
 from headrace.errors import HeadraceError
@@ -71,7 +73,7 @@ def test_a_peak_that_already_happened_counts():
 
 def test_larger_budgets_never_give_smaller_arenas_or_shorter_passes():
     plans = [plan(b * MIB) for b in range(480, 4000, 37)]
-    for a, b in zip(plans, plans[1:], strict=False):
+    for a, b in pairwise(plans):
         assert b.max_rows >= a.max_rows
         # A longer pass may take from the arena, never more than the share that scratch may have.
         assert b.arena_bytes >= a.arena_bytes * 0.85

@@ -289,9 +289,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, source, monkeypatch, call):
 def test_short_writes_are_continued(tmp_path, source, monkeypatch):
     checkpoint = open_checkpoint(source)
     real = os.write
-    monkeypatch.setattr(
-        pack_module.os, "write", lambda fd, data: real(fd, data[: len(data) // 2 + 1])
-    )
+    monkeypatch.setattr(pack_module.os, "write", lambda fd, data: real(fd, data[: len(data) // 2 + 1]))
     pack_store(checkpoint, tmp_path / "s", silent)
     monkeypatch.undo()
     assert verify_store(tmp_path / "s", silent).problems == []

@@ -1,11 +1,13 @@
 #include "executor/executor.h"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <atomic>
 #include <chrono>
+#include <optional>
 #include <string>
 
 #include "bindings/bindings.h"
@@ -60,10 +62,10 @@ Program program_from_bytes(nb::bytes data) {
 }
 
 void load_weight(Weights& weights, uint32_t index, const std::string& tensor, const std::string& file, uint64_t offset,
-                 uint64_t nbytes, uint32_t dtype, bool packed, bool check_crc, uint32_t crc) {
+                 uint64_t nbytes, uint32_t dtype, bool packed, std::optional<uint32_t> crc) {
   const DType type = to_dtype(dtype);
   nb::gil_scoped_release release;
-  weights.load(index, tensor, file, offset, nbytes, type, packed, check_crc, crc);
+  weights.load(index, tensor, file, offset, nbytes, type, packed, crc.has_value(), crc.value_or(0));
 }
 
 void run_pass(Executor& executor, Vector<int32_t> tokens, Vector<uint32_t> sequences,
@@ -113,7 +115,7 @@ void init_weights(nb::module_& m) {
       .def(nb::init<const Program&>(), "program"_a, "Reserves memory; loading commits it.")
       .def_static("resident_bytes", &Weights::resident_bytes, "program"_a, "Bytes that loading everything commits.")
       .def("load", &load_weight, "index"_a, "tensor"_a, "file"_a, "offset"_a, "nbytes"_a, "dtype"_a, "packed"_a = false,
-           "check_crc"_a = false, "crc"_a = 0,
+           "crc"_a = nb::none(),
            "Reads a matrix or vector from a file: rows as files store them, or a matrix already in tile layout "
            "(packed). crc: the bytes' CRC-32C. HeadraceError names file, offset, tensor, expected and found.")
       .def(

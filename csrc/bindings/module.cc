@@ -1,3 +1,5 @@
+#include <malloc.h>
+
 #include "bindings/bindings.h"
 #include "support/error.h"
 #include "support/interrupt.h"
@@ -19,6 +21,7 @@ NB_MODULE(_core, m) {
   });
   m.def("exit_on_interrupt", &headrace::exit_on_interrupt, nb::arg("on"),
         "SIGINT ends the process at once with status 130 (on), or is Python's again (off).");
+  m.def("release_free_memory", [] { malloc_trim(0); }, "Gives what the allocator keeps for later back to the system.");
   headrace::init_kernels(m);
   headrace::init_experts(m);
   headrace::init_executor(m);

@@ -17,12 +17,13 @@ namespace headrace {
 // A row is (token, sequence, position). Rows of one sequence are in order and continue its state: the i-th row of
 // sequence s in the pass has position state[s]->length() + i. A pass may hold rows of several sequences.
 struct Pass {
-  std::span<const int32_t> tokens;       // [n], 1 <= n <= max_rows
-  std::span<const uint32_t> sequences;   // [n], index into states
+  std::span<const int32_t> tokens;      // [n], 1 <= n <= max_rows
+  std::span<const uint32_t> sequences;  // [n], index into states
   std::span<SessionState* const> states;
-  std::span<const uint32_t> out_rows;    // ascending rows whose logits are wanted, at most max_out_rows, may be empty
-  float* logits = nullptr;               // [out_rows.size(), vocab]
-  std::function<bool()> should_stop;     // polled between ops, between batches of experts, and at least every 20 ms of waiting
+  std::span<const uint32_t> out_rows;  // ascending rows whose logits are wanted, at most max_out_rows, may be empty
+  float* logits = nullptr;             // [out_rows.size(), vocab]
+  std::function<bool()>
+      should_stop;  // polled between ops, between batches of experts, and at least every 20 ms of waiting
 };
 
 class Executor {

@@ -33,7 +33,7 @@ struct StateInfo {
 struct OpInfo {
   OpCode code;
   std::vector<uint32_t> inputs, weights, states, outputs;
-  std::vector<int64_t> attr_int;     // by attribute index; 0 where the attribute is a double
+  std::vector<int64_t> attr_int;  // by attribute index; 0 where the attribute is a double
   std::vector<double> attr_double;
 };
 

@@ -21,8 +21,8 @@ class Weights {
 
   // Reads rows [0, rows) x cols of `index` from a file: `packed` false: file rows of `file_dtype` (equal to the
   // weight's dtype for matrices; any float type for vectors), rearranged into tile layout; true: tile16 as is.
-  // Bounded staging (about 1 MiB). The page cache is left as it was (pages read are dropped). If `check_crc`, the CRC-32C of the
-  // nbytes must be crc. Error names file, offset, tensor, expected, found.
+  // Bounded staging (about 1 MiB). The page cache is left as it was (pages read are dropped). If `check_crc`, the
+  // CRC-32C of the nbytes must be crc. Error names file, offset, tensor, expected, found.
   void load(uint32_t index, const std::string& tensor, const std::string& file, uint64_t offset, uint64_t nbytes,
             DType file_dtype, bool packed, bool check_crc, uint32_t crc);
   // A vector that is computed, not stored (inverse frequencies).

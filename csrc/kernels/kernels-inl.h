@@ -212,15 +212,23 @@ inline void quant_tokens(const Matrix& w, uint32_t tile, const void* const* x, f
   store_tile<kTokens>(w, tile, acc, y);
 }
 
+// n < kTokens + 1 activation rows.
+template <class Quant, uint32_t kTokens>
+inline void quant_rest(const Matrix& w, uint32_t tile, const void* const* x, uint32_t n, float* const* y) {
+  if (n == kTokens) {
+    quant_tokens<Quant, kTokens>(w, tile, x, y);
+  } else if constexpr (kTokens > 1) {
+    quant_rest<Quant, kTokens - 1>(w, tile, x, n, y);
+  }
+}
+
 template <class Quant>
 void quant_matmul(const Matrix& w, const void* const* x, uint32_t n, float* const* y, uint32_t tile_begin,
                   uint32_t tile_end) {
   for (uint32_t tile = tile_begin; tile < tile_end; ++tile) {
     uint32_t t = 0;
     for (; t + 8 <= n; t += 8) quant_tokens<Quant, 8>(w, tile, x + t, y + t);
-    if (n - t >= 4) quant_tokens<Quant, 4>(w, tile, x + t, y + t), t += 4;
-    if (n - t >= 2) quant_tokens<Quant, 2>(w, tile, x + t, y + t), t += 2;
-    if (n - t >= 1) quant_tokens<Quant, 1>(w, tile, x + t, y + t);
+    quant_rest<Quant, 7>(w, tile, x + t, n - t, y + t);
   }
 }
 
@@ -381,91 +389,157 @@ void store_kv(const float* x, void* out, uint32_t n, DType kv_type) {
 
 constexpr uint32_t kKeyBlock = 32;
 
-// lane_sum(q * k) for sixteen keys.
-template <class Element>
-inline Floats scores16(const float* q, const uint8_t* const* key, uint32_t head_dim) {
-  Floats sum[16];
-  for (int j = 0; j < 16; ++j) sum[j] = set1(0.0f);
-  uint32_t d = 0;
-  for (; d + 16 <= head_dim; d += 16) {
-    const Floats q_d = load(q + d);
-    for (int j = 0; j < 16; ++j) sum[j] = fma(q_d, Element::load(key[j] + size_t{d} * Element::kBytes), sum[j]);
+// sum[h][j] += q[h, d..] * key[j, d..] for n <= 16 elements. A key is converted once for all heads.
+template <class Element, bool kWhole, uint32_t kHeads, uint32_t kKeys>
+inline void add_products(const float* q, uint32_t head_dim, const uint8_t* const* key, uint32_t d, uint32_t n,
+                         Floats (&sum)[kHeads][kKeys]) {
+  Floats q_d[kHeads];
+  for (uint32_t h = 0; h < kHeads; ++h) {
+    const float* p = q + size_t{h} * head_dim + d;
+    q_d[h] = kWhole ? load(p) : load_n(p, n);
   }
-  if (d < head_dim) {
-    const uint32_t n = head_dim - d;
-    const Floats q_d = load_n(q + d, n);
-    for (int j = 0; j < 16; ++j) sum[j] = fma(q_d, Element::load_n(key[j] + size_t{d} * Element::kBytes, n), sum[j]);
+  for (uint32_t j = 0; j < kKeys; ++j) {
+    const uint8_t* p = key[j] + size_t{d} * Element::kBytes;
+    const Floats k_d = kWhole ? Element::load(p) : Element::load_n(p, n);
+    for (uint32_t h = 0; h < kHeads; ++h) sum[h][j] = fma(q_d[h], k_d, sum[h][j]);
   }
-  return sum_lanes16(sum);
 }
 
-// acc = acc * c, then += p[j] * v[j] for the keys in turn, for kVectors * 16 elements (the last n of them where 1).
-template <class Element, uint32_t kVectors>
-inline void add_values(float* acc, float c, const float* p, const uint8_t* v, size_t stride_bytes, uint32_t keys) {
-  Floats a[kVectors];
-  for (uint32_t i = 0; i < kVectors; ++i) a[i] = mul(load(acc + 16 * i), set1(c));
+// p[h][j] = scale * lane_sum(q[h] * key[j]) for kHeads heads and 16 / kHeads keys. p: rows of 32.
+template <class Element, uint32_t kHeads>
+inline void scores16(const float* q, uint32_t head_dim, const uint8_t* const* key, float scale, float* p) {
+  constexpr uint32_t kKeys = 16 / kHeads;
+  constexpr uint32_t kGroup = kKeys < 8 ? kKeys : 8;  // more keys at once would meet in the same sets of the L1 cache
+  Floats sums[16];
+  for (uint32_t first = 0; first < kKeys; first += kGroup) {
+    Floats sum[kHeads][kGroup];
+    for (uint32_t h = 0; h < kHeads; ++h)
+      for (uint32_t j = 0; j < kGroup; ++j) sum[h][j] = set1(0.0f);
+    uint32_t d = 0;
+    for (; d + 16 <= head_dim; d += 16) add_products<Element, true>(q, head_dim, key + first, d, 16, sum);
+    if (d < head_dim) add_products<Element, false>(q, head_dim, key + first, d, head_dim - d, sum);
+    for (uint32_t h = 0; h < kHeads; ++h)
+      for (uint32_t j = 0; j < kGroup; ++j) sums[h * kKeys + first + j] = sum[h][j];
+  }
+  float scores[16];
+  store(scores, mul(set1(scale), sum_lanes16(sums)));
+  for (uint32_t h = 0; h < kHeads; ++h) __builtin_memcpy(p + h * kKeyBlock, scores + h * kKeys, kKeys * sizeof(float));
+}
+
+// acc[h][d..] += p[h][j] * v[j][d..], keys in turn, for kVectors * 16 elements, or n where kVectors is 0.
+template <class Element, uint32_t kHeads, uint32_t kVectors>
+inline void add_values(float* acc, uint32_t head_dim, const float* p, const uint8_t* v, size_t stride_bytes,
+                       uint32_t keys, uint32_t n) {
+  constexpr uint32_t kSums = kVectors == 0 ? 1 : kVectors;
+  Floats a[kHeads][kSums];
+  for (uint32_t h = 0; h < kHeads; ++h)
+    for (uint32_t i = 0; i < kSums; ++i) {
+      const float* from = acc + size_t{h} * head_dim + 16 * i;
+      a[h][i] = kVectors == 0 ? load_n(from, n) : load(from);
+    }
   for (uint32_t j = 0; j < keys; ++j, v += stride_bytes) {
-    const Floats p_j = set1(p[j]);
-    for (uint32_t i = 0; i < kVectors; ++i) a[i] = fma(p_j, Element::load(v + 16 * i * Element::kBytes), a[i]);
+    for (uint32_t i = 0; i < kSums; ++i) {
+      const Floats v_i = kVectors == 0 ? Element::load_n(v, n) : Element::load(v + 16 * i * Element::kBytes);
+      for (uint32_t h = 0; h < kHeads; ++h) a[h][i] = fma(set1(p[h * kKeyBlock + j]), v_i, a[h][i]);
+    }
   }
-  for (uint32_t i = 0; i < kVectors; ++i) store(acc + 16 * i, a[i]);
+  for (uint32_t h = 0; h < kHeads; ++h)
+    for (uint32_t i = 0; i < kSums; ++i) {
+      float* to = acc + size_t{h} * head_dim + 16 * i;
+      if constexpr (kVectors == 0) {
+        store_n(to, a[h][i], n);
+      } else {
+        store(to, a[h][i]);
+      }
+    }
 }
 
+// The state of one row's attention, in the caller's scratch: accumulators [num_q, head_dim], then for each head the
+// running maximum, the running sum and the block's 32 scores.
 template <class Element>
-inline void add_values_n(float* acc, float c, const float* p, const uint8_t* v, size_t stride_bytes, uint32_t keys,
-                         uint32_t n) {
-  Floats a = mul(load_n(acc, n), set1(c));
-  for (uint32_t j = 0; j < keys; ++j, v += stride_bytes) a = fma(set1(p[j]), Element::load_n(v, n), a);
-  store_n(acc, a, n);
+struct Attention {
+  const float* q;
+  uint32_t num_q, head_dim;
+  float* acc;
+  float* running_max;
+  float* running_sum;
+  float* p;
+
+  template <uint32_t kHeads>
+  void scores(uint32_t h, const uint8_t* const* key, uint32_t keys, float scale) {
+    for (uint32_t j = 0; j < keys; j += 16 / kHeads)
+      scores16<Element, kHeads>(q + size_t{h} * head_dim, head_dim, key + j, scale, p + h * kKeyBlock + j);
+  }
+
+  // Scores to weights p = exp(s - max), the earlier blocks' results brought to the new maximum.
+  void softmax(uint32_t h, uint32_t keys) {
+    float* p_h = p + h * kKeyBlock;
+    for (uint32_t j = keys; j < kKeyBlock; ++j) p_h[j] = -kInfinity;
+    const float block_max = max_lanes(max(load(p_h), load(p_h + 16)));
+    const float new_max = running_max[h] > block_max ? running_max[h] : block_max;
+    for (uint32_t j = 0; j < kKeyBlock; j += 16) store(p_h + j, exp_lanes(sub(load(p_h + j), set1(new_max))));
+    const float c = exp_one(running_max[h] - new_max);
+    float sum = 0.0f;
+    for (uint32_t j = 0; j < keys; ++j) sum += p_h[j];
+    running_sum[h] = __builtin_fmaf(running_sum[h], c, sum);
+    running_max[h] = new_max;
+    float* acc_h = acc + size_t{h} * head_dim;
+    for (uint32_t d = 0; d < head_dim; ++d) acc_h[d] = acc_h[d] * c;
+  }
+
+  template <uint32_t kHeads>
+  void values(uint32_t h, const uint8_t* v, size_t stride_bytes, uint32_t keys) {
+    constexpr uint32_t kVectors = kHeads == 1 ? 8 : 4;
+    float* acc_h = acc + size_t{h} * head_dim;
+    const float* p_h = p + h * kKeyBlock;
+    uint32_t d = 0;
+    for (; d + 16 * kVectors <= head_dim; d += 16 * kVectors)
+      add_values<Element, kHeads, kVectors>(acc_h + d, head_dim, p_h, v + d * Element::kBytes, stride_bytes, keys, 0);
+    for (; d < head_dim; d += 16)
+      add_values<Element, kHeads, 0>(acc_h + d, head_dim, p_h, v + d * Element::kBytes, stride_bytes, keys,
+                                     min_u32(16, head_dim - d));
+  }
+};
+
+// Brings the next block's rows near while this one is worked on: left alone, attention waits for memory.
+inline void prefetch_rows(const uint8_t* first_row, size_t stride_bytes, uint32_t rows, uint32_t row_bytes) {
+  for (uint32_t j = 0; j < rows; ++j)
+    for (uint32_t i = 0; i < row_bytes; i += 64) prefetch_far(first_row + j * stride_bytes + i);
 }
 
 template <class Element>
 void attend_typed(const float* q, uint32_t num_q, uint32_t head_dim, const uint8_t* k, const uint8_t* v,
                   size_t stride_bytes, uint32_t first, uint32_t last, float scale, float* out, float* scratch) {
-  float* acc = scratch;  // [num_q, head_dim]
-  float* running_max = acc + size_t{num_q} * head_dim;
-  float* running_sum = running_max + num_q;
-  float* p = running_sum + num_q;  // [32], for one head at a time
-  for (size_t i = 0; i < size_t{num_q} * head_dim; ++i) acc[i] = 0.0f;
-  for (uint32_t h = 0; h < num_q; ++h) running_max[h] = -kInfinity, running_sum[h] = 0.0f;
+  Attention<Element> a = {q, num_q, head_dim, scratch, nullptr, nullptr, nullptr};
+  a.running_max = a.acc + size_t{num_q} * head_dim;
+  a.running_sum = a.running_max + num_q;
+  a.p = a.running_sum + num_q;
+  for (size_t i = 0; i < size_t{num_q} * head_dim; ++i) a.acc[i] = 0.0f;
+  for (uint32_t h = 0; h < num_q; ++h) a.running_max[h] = -kInfinity, a.running_sum[h] = 0.0f;
 
   for (uint32_t block = first / kKeyBlock; block <= last / kKeyBlock; ++block) {
     const uint32_t block_begin = block * kKeyBlock;
     const uint32_t begin = block_begin < first ? first : block_begin;
-    const uint32_t end = min_u32(last - block_begin, kKeyBlock - 1) + block_begin + 1;
-    const uint32_t keys = end - begin;
+    const uint32_t keys = min_u32(last - begin, block_begin + kKeyBlock - 1 - begin) + 1;
+    const uint32_t next_keys = min_u32(kKeyBlock, last - (begin + keys - 1));
+    const uint8_t* k_begin = k + begin * stride_bytes;
+    const uint8_t* v_begin = v + begin * stride_bytes;
     const uint8_t* key[kKeyBlock];
     for (uint32_t j = 0; j < kKeyBlock; ++j) {
-      const uint32_t position = begin + (j < keys ? j : 0);  // an absent key stands in for by a present one
-      key[j] = k + position * stride_bytes;
+      key[j] = k_begin + (j < keys ? j : 0) * stride_bytes;  // a present key stands in for an absent one
     }
-    for (uint32_t h = 0; h < num_q; ++h) {
-      const float* q_h = q + size_t{h} * head_dim;
-      for (uint32_t j = 0; j < keys; j += 16) store(p + j, mul(set1(scale), scores16<Element>(q_h, key + j, head_dim)));
-      for (uint32_t j = keys; j < kKeyBlock; ++j) p[j] = -kInfinity;
-      const float block_max = max_lanes(max(load(p), load(p + 16)));
-      const float new_max = running_max[h] > block_max ? running_max[h] : block_max;
-      for (uint32_t j = 0; j < kKeyBlock; j += 16) store(p + j, exp_lanes(sub(load(p + j), set1(new_max))));
-      const float c = exp_one(running_max[h] - new_max);
-      float sum = 0.0f;
-      for (uint32_t j = 0; j < keys; ++j) sum += p[j];
-      running_sum[h] = __builtin_fmaf(running_sum[h], c, sum);
-      running_max[h] = new_max;
 
-      float* acc_h = acc + size_t{h} * head_dim;
-      const uint8_t* v_begin = v + begin * stride_bytes;
-      uint32_t d = 0;
-      for (; d + 128 <= head_dim; d += 128)
-        add_values<Element, 8>(acc_h + d, c, p, v_begin + d * Element::kBytes, stride_bytes, keys);
-      for (; d + 32 <= head_dim; d += 32)
-        add_values<Element, 2>(acc_h + d, c, p, v_begin + d * Element::kBytes, stride_bytes, keys);
-      for (; d < head_dim; d += 16)
-        add_values_n<Element>(acc_h + d, c, p, v_begin + d * Element::kBytes, stride_bytes, keys,
-                              min_u32(16, head_dim - d));
-    }
+    prefetch_rows(k_begin + keys * stride_bytes, stride_bytes, next_keys, head_dim * Element::kBytes);
+    uint32_t h = 0;
+    for (; h + 4 <= num_q; h += 4) a.template scores<4>(h, key, keys, scale);
+    for (; h < num_q; ++h) a.template scores<1>(h, key, keys, scale);
+    for (h = 0; h < num_q; ++h) a.softmax(h, keys);
+    prefetch_rows(v_begin + keys * stride_bytes, stride_bytes, next_keys, head_dim * Element::kBytes);
+    for (h = 0; h + 4 <= num_q; h += 4) a.template values<4>(h, v_begin, stride_bytes, keys);
+    for (; h < num_q; ++h) a.template values<1>(h, v_begin, stride_bytes, keys);
   }
   for (uint32_t h = 0; h < num_q; ++h)
-    for (uint32_t d = 0; d < head_dim; ++d) out[h * head_dim + d] = acc[h * head_dim + d] / running_sum[h];
+    for (uint32_t d = 0; d < head_dim; ++d) out[h * head_dim + d] = a.acc[h * head_dim + d] / a.running_sum[h];
 }
 
 void attend(const float* q, uint32_t num_q, uint32_t head_dim, const void* k, const void* v, DType kv_type,

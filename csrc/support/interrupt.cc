@@ -1,7 +1,8 @@
 #include "support/interrupt.h"
 
-#include <csignal>
 #include <unistd.h>
+
+#include <csignal>
 
 namespace headrace {
 

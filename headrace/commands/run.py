@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from headrace import _core
 from headrace.commands.model import open_model
 from headrace.engine import Engine, EngineOptions, Figures, Session
 from headrace.errors import HeadraceError
-from headrace.formats.checkpoint import DType
+from headrace.formats.checkpoint import DType, TokenizerSource
 from headrace.generate import Generation
 from headrace.sizes import format_size
-from headrace.text.chat import encode_chat
 from headrace.text.sampling import sampler_from_defaults
 from headrace.text.stop import stop_token_ids
 from headrace.text.stream import TextStream
@@ -46,14 +46,18 @@ def run(options: RunOptions) -> None:
             f"{checkpoint.path}: holds no vocabulary, so text cannot be tokenized; "
             "use `headrace bench`, which feeds token ids"
         )
+    # The metadata that a tokenizer was rebuilt from is large and has done its work.
+    template = checkpoint.tokenizer.chat_template
+    checkpoint = replace(checkpoint, tokenizer=TokenizerSource())
     sampler = sampler_from_defaults(
         checkpoint.config.generation,
         temperature=options.temperature,
         top_p=options.top_p,
         seed=options.seed,
     )
-    template = checkpoint.tokenizer.chat_template
     if template and not options.raw:
+        from headrace.text.chat import encode_chat  # Jinja costs 5 MiB
+
         prompt_ids = encode_chat(tokenizer, template, [{"role": "user", "content": options.prompt}])
     else:
         prompt_ids = tokenizer.encode(options.prompt)
@@ -112,7 +116,7 @@ def run(options: RunOptions) -> None:
             print(figures_line(report, session), file=sys.stderr)
 
 
-def session_report(session: Session) -> dict[str, object]:
+def session_report(session: Session) -> dict[str, Any]:
     prefill, decode = session.prefill_figures, session.decode_figures
     return {
         "prefill_tps": prefill.tps,

@@ -28,9 +28,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        raise HeadraceError(
-            f"{path}: no such file; give a GGUF file, a Hugging Face directory or a store"
-        ) from None
+        raise HeadraceError(f"{path}: no such file; give a GGUF file, a Hugging Face directory or a store") from None
     except (OSError, ValueError) as e:
         raise HeadraceError(f"{path}: cannot open: {getattr(e, 'strerror', e)}") from None
     if stat.S_ISDIR(mode):
@@ -39,8 +37,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         magic = read_at(fd, min(4, size), 0, path)
     if magic != MAGIC and path.name.endswith((".safetensors", ".bin", ".json")):
         raise HeadraceError(
-            f"{path}: one file of a checkpoint does not say what model it is; give its directory, "
-            f"{path.parent}"
+            f"{path}: one file of a checkpoint does not say what model it is; give its directory, {path.parent}"
         )
     return read_gguf(path)
 
@@ -59,6 +56,5 @@ def _open_directory(path: Path) -> Checkpoint:
     if ggufs:
         hint = f"; it holds GGUF files: give one of them, for example {path / ggufs[0]}"
     raise HeadraceError(
-        f"{path}: expected {MANIFEST} (a store) or {_CONFIG} (a Hugging Face directory), found "
-        f"neither{hint}"
+        f"{path}: expected {MANIFEST} (a store) or {_CONFIG} (a Hugging Face directory), found neither{hint}"
     )

@@ -63,13 +63,14 @@ def read_small(path: Path, limit_bytes: int) -> bytes:
 
 
 class HeaderReader:
-    """Takes little-endian values one after another; holds one buffer of 1 MiB, whatever the file
-    says."""
+    """Takes little-endian values one after another from the file's first limit_bytes; reads ahead
+    1 MiB."""
 
-    def __init__(self, path: Path, fd: int, size: int):
+    def __init__(self, path: Path, fd: int, size: int, limit_bytes: int):
         self.path = path
-        self._fd = fd
         self.size = size
+        self._fd = fd
+        self._limit_bytes = limit_bytes
         self._buffer = b""
         self._base = 0  # file offset of the buffer
         self._at = 0  # next byte in the buffer
@@ -85,17 +86,26 @@ class HeaderReader:
     def take(self, nbytes: int, what: str) -> bytes:
         at, end = self._at, self._at + nbytes
         if end > len(self._buffer):
-            if nbytes > self.remaining:
-                raise HeadraceError(
-                    f"{self.path}: truncated: {what} at offset {self.offset} needs {nbytes} bytes, "
-                    f"the file ends after {self.remaining}"
-                )
-            self._base += at
-            count = min(max(nbytes, _BUFFER_BYTES), self.size - self._base)
-            self._buffer = read_at(self._fd, count, self._base, self.path)
+            self._refill(nbytes, what)
             at, end = 0, nbytes
         self._at = end
         return self._buffer[at:end]
+
+    def _refill(self, nbytes: int, what: str) -> None:
+        """Makes the buffer begin at the current offset and hold at least nbytes."""
+        if nbytes > self.remaining:
+            raise HeadraceError(
+                f"{self.path}: truncated: {what} at offset {self.offset} needs {nbytes} bytes, the file ends after "
+                f"{self.remaining}"
+            )
+        if self.offset + nbytes > self._limit_bytes:
+            raise HeadraceError(
+                f"{self.path}: {what} at offset {self.offset} needs {nbytes} bytes: the header is larger than "
+                f"{self._limit_bytes} bytes"
+            )
+        count = min(max(nbytes, _BUFFER_BYTES), self.remaining)
+        buffer = read_at(self._fd, count, self.offset, self.path)
+        self._base, self._at, self._buffer = self.offset, 0, buffer
 
     def u32(self, what: str) -> int:
         return int.from_bytes(self.take(4, what), "little")
@@ -105,3 +115,34 @@ class HeaderReader:
 
     def unpack(self, fmt: struct.Struct, what: str) -> object:
         return fmt.unpack(self.take(fmt.size, what))[0]
+
+    def text(self, nbytes: int, what: str) -> str:
+        at = self.offset
+        try:
+            return self.take(nbytes, what).decode()
+        except UnicodeDecodeError:
+            raise HeadraceError(f"{self.path}: {what} at offset {at} is not valid UTF-8") from None
+
+    def string(self, what: str) -> str:
+        """A u64 length and as many bytes of UTF-8."""
+        return self.text(self.u64(what), what)
+
+    def strings(self, count: int, what: str) -> list[str]:
+        """Many at once: a vocabulary has 300,000, so those in the buffer take no calls."""
+        length = struct.Struct("<Q").unpack_from
+        strings: list[str] = []
+        while len(strings) < count:
+            buffer, at = self._buffer, self._at
+            while len(strings) < count and at + 8 <= len(buffer):
+                end = at + 8 + length(buffer, at)[0]
+                if end > len(buffer):
+                    break
+                try:
+                    strings.append(buffer[at + 8 : end].decode())
+                except UnicodeDecodeError:
+                    break  # told by string() below
+                at = end
+            self._at = at
+            if len(strings) < count:
+                strings.append(self.string(what))
+        return strings

@@ -9,7 +9,7 @@ from typing import Any
 from headrace.errors import HeadraceError
 from headrace.formats.checkpoint import Checkpoint, TokenizerSource
 from headrace.formats.header import read_small
-from headrace.formats.placing import FileTensor, place
+from headrace.formats.placing import FileTensor, no_place, place
 from headrace.formats.safetensors import read_json, read_safetensors
 from headrace.models.config import ModelConfig
 from headrace.models.fields import Fields, shown
@@ -41,7 +41,7 @@ _IN_LAYER = {
 }
 _EXPERT = re.compile(r"mlp\.experts\.(0|[1-9]\d{0,5})\.(gate|up|down)_proj\.weight")
 # Recomputed from rope_theta; old checkpoints store it.
-_HARMLESS = "self_attn.rotary_emb.inv_freq"
+_HARMLESS = ".self_attn.rotary_emb.inv_freq"
 
 
 def read_hf(path: Path) -> Checkpoint:
@@ -60,9 +60,8 @@ def read_hf(path: Path) -> Checkpoint:
     files, own = _tensors(path)
     tensors = {}
     for name, tensor in own.items():
-        canonical = _canonical(name)
-        if canonical != _HARMLESS:
-            tensors[canonical] = tensor
+        if not name.endswith(_HARMLESS):
+            tensors[_canonical(name, tensor)] = tensor
     has_lm_head = "output.weight" in tensors
     config = ModelConfig.from_hf(raw_config, generation, has_lm_head, str(config_path))
     placed = place(config, tensors, str(path))
@@ -79,20 +78,18 @@ def read_hf(path: Path) -> Checkpoint:
     )
 
 
-def _canonical(name: str) -> str:
-    """GGUF's name, or the name itself where there is none (placing refuses what it does not
-    know)."""
+def _canonical(name: str, tensor: FileTensor) -> str:
+    """GGUF's name for a tensor."""
     if name in _TOP:
         return _TOP[name]
     layer = _LAYER.fullmatch(name)
-    if not layer:
-        return name
-    if layer[2] == _HARMLESS:
-        return _HARMLESS
-    expert = _EXPERT.fullmatch(layer[2])
-    if expert:
-        return f"blk.{layer[1]}.ffn_{expert[2]}.{expert[1]}.weight"
-    return f"blk.{layer[1]}.{_IN_LAYER[layer[2]]}" if layer[2] in _IN_LAYER else name
+    if layer:
+        expert = _EXPERT.fullmatch(layer[2])
+        if expert:
+            return f"blk.{layer[1]}.ffn_{expert[2]}.{expert[1]}.weight"
+        if layer[2] in _IN_LAYER:
+            return f"blk.{layer[1]}.{_IN_LAYER[layer[2]]}"
+    raise no_place(tensor)
 
 
 def _tensors(path: Path) -> tuple[tuple[Path, ...], dict[str, FileTensor]]:
@@ -101,13 +98,8 @@ def _tensors(path: Path) -> tuple[tuple[Path, ...], dict[str, FileTensor]]:
         return (single,), read_safetensors(single, 0)
     if not index.exists():
         if any(path.glob("pytorch_model*.bin")):
-            raise HeadraceError(
-                f"{path}: PyTorch .bin weights are not supported; save the checkpoint as "
-                "safetensors"
-            )
-        raise HeadraceError(
-            f"{path}: expected {_SINGLE} or {_INDEX} beside config.json, found neither"
-        )
+            raise HeadraceError(f"{path}: PyTorch .bin weights are not supported; save the checkpoint as safetensors")
+        raise HeadraceError(f"{path}: expected {_SINGLE} or {_INDEX} beside config.json, found neither")
     weight_map = Fields(read_json(index), str(index)).fields("weight_map")
     names = sorted({weight_map.text(tensor) for tensor in weight_map.values})
     for name in names:
@@ -123,15 +115,11 @@ def _tensors(path: Path) -> tuple[tuple[Path, ...], dict[str, FileTensor]]:
             if name in tensors:
                 raise HeadraceError(f"{tensor.title}: the name occurs in another shard too")
             if weight_map.values.get(name) != file.name:
-                raise HeadraceError(
-                    f"{tensor.title}: {_INDEX} places it in {shown(weight_map.values.get(name))}"
-                )
+                raise HeadraceError(f"{tensor.title}: {_INDEX} places it in {shown(weight_map.values.get(name))}")
             tensors[name] = tensor
     for name, file_name in weight_map.values.items():
         if name not in tensors:
-            raise HeadraceError(
-                f"{path / file_name}: tensor {shown(name)} is missing; {_INDEX} places it there"
-            )
+            raise HeadraceError(f"{path / file_name}: tensor {shown(name)} is missing; {_INDEX} places it there")
     return files, tensors
 
 

@@ -45,8 +45,8 @@ from headrace.text.tokenizer import tokenizer_json_from_gguf
 
 Progress = Callable[[int, int], None]  # (done_bytes, total_bytes)
 
-# Dirty pages are written out along the way, so that the end does not wait for the disk.
-_SYNC_BYTES = 256 << 20
+# Dirty pages are written out along the way: the end need not wait for the disk, nor Ctrl-C for a long sync.
+_SYNC_BYTES = 32 << 20
 
 
 def pack_store(checkpoint: Checkpoint, destination: Path, progress: Progress) -> int:
@@ -242,10 +242,8 @@ class _Output:
         try:
             return function(*args)
         except OSError as e:
-            raise HeadraceError(
-                f"{self.path.name}: write at offset {self.offset}: {e.strerror}; the store was not "
-                "made"
-            ) from None
+            where = f"write of {self.path.name} at offset {self.offset}"
+            raise OSError(e.errno, f"{where}: {e.strerror}; the store was not made") from None
 
 
 def _write_tensor(source: _Source, t: TensorInfo, out: _Output) -> dict[str, Any]:

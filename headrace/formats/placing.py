@@ -29,9 +29,14 @@ class FileTensor:
         """Rows [begin, begin + count) of all but the last dimension."""
         size = self.dtype.row_bytes(self.shape[-1])
         shape = (count, self.shape[-1])
-        return FileTensor(
-            self.title, self.dtype, shape, self.file, self.offset + begin * size, count * size
-        )
+        return FileTensor(self.title, self.dtype, shape, self.file, self.offset + begin * size, count * size)
+
+
+def no_place(t: FileTensor) -> HeadraceError:
+    return HeadraceError(
+        f"{t.title}: this tensor has no place in the model; without it every result could be another, so the "
+        "checkpoint is refused"
+    )
 
 
 @dataclass(frozen=True)
@@ -82,9 +87,7 @@ def place(config: ModelConfig, tensors: dict[str, FileTensor], where: str) -> Pl
         if len(shape) == 1 and t.dtype.is_quantized:
             raise HeadraceError(f"{t.title}: expected F32, F16 or BF16, found {t.dtype.name}")
         trunk[name] = TensorInfo(name, t.dtype, t.shape, t.file, t.offset, t.nbytes)
-    experts = tuple(
-        _layer_experts(config, shelf, f"blk.{layer}.") for layer in range(config.num_hidden_layers)
-    )
+    experts = tuple(_layer_experts(config, shelf, f"blk.{layer}.") for layer in range(config.num_hidden_layers))
     shelf.refuse_rest()
 
     table = EmbeddingTable(
@@ -148,8 +151,7 @@ def _part(shelf: _Shelf, stem: str, n: int, rows: int, cols: int) -> _Part:
     for t in each:
         if t.dtype != each[0].dtype:
             raise HeadraceError(
-                f"{t.title}: expected {each[0].dtype.name} like the layer's other experts, found "
-                f"{t.dtype.name}"
+                f"{t.title}: expected {each[0].dtype.name} like the layer's other experts, found {t.dtype.name}"
             )
     return _Part(
         each[0].dtype,
@@ -184,20 +186,14 @@ class _Shelf:
         t = self.tensors.pop(name, None)
         if t is None:
             raise HeadraceError(
-                f"{self.where}: tensor {name} is missing: expected shape {list(shape)}; the file "
-                "is incomplete or of another architecture"
+                f"{self.where}: tensor {name} is missing: expected shape {list(shape)}; the file is incomplete or of "
+                "another architecture"
             )
         if t.shape != shape:
-            raise HeadraceError(
-                f"{t.title}: expected shape {list(shape)} from the config, found {list(t.shape)}"
-            )
+            raise HeadraceError(f"{t.title}: expected shape {list(shape)} from the config, found {list(t.shape)}")
         return t
 
     def refuse_rest(self) -> None:
         # A bias or a scale that is silently left out would change every result.
         for t in self.tensors.values():
-            count = len(self.tensors)
-            raise HeadraceError(
-                f"{t.title}: this tensor has no place in the model ({count} such); it would be "
-                "ignored, so the checkpoint is refused"
-            )
+            raise no_place(t)

@@ -33,8 +33,8 @@ def read_safetensors(path: Path, file: int) -> dict[str, FileTensor]:
         most = min(MAX_HEADER_BYTES, size - 8)
         if length > most:
             raise HeadraceError(
-                f"{path}: header length at offset 0: expected at most {most} for this file, found "
-                f"{length}; truncated, or not a safetensors file"
+                f"{path}: header length at offset 0: expected at most {most} for this file, found {length}; truncated, "
+                "or not a safetensors file"
             )
         header = parse_json(read_at(fd, length, 8, path), f"{path}: header at offset 8")
     header.pop("__metadata__", None)
@@ -58,16 +58,15 @@ def read_safetensors(path: Path, file: int) -> dict[str, FileTensor]:
         begin, end = offsets
         if not 0 <= begin <= end <= data_bytes:
             raise HeadraceError(
-                f"{title}: truncated: expected data offsets from 0 to {data_bytes}, found "
-                f"{shown(offsets)}; download the file again"
+                f"{title}: truncated: expected data offsets from 0 to {data_bytes}, found {shown(offsets)}; download "
+                "the file again"
             )
         nbytes = dtype.row_bytes(1)
         for d in shape:
             nbytes *= d
         if end - begin != nbytes:
             raise HeadraceError(
-                f"{title}: expected {nbytes} bytes for {dtype.name} {shown(shape)}, found "
-                f"{end - begin}"
+                f"{title}: expected {nbytes} bytes for {dtype.name} {shown(shape)}, found {end - begin}"
             )
         tensors[name] = FileTensor(title, dtype, tuple(shape), file, data_offset + begin, nbytes)
 

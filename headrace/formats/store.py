@@ -107,14 +107,13 @@ def _manifest(path: Path) -> Fields:
     wrapped = _WRAPPED.fullmatch(data)
     if not wrapped:
         raise HeadraceError(
-            f"{path}: not the manifest of a store, or damaged: expected its checksum and the "
-            "object that it covers; pack the store again"
+            f"{path}: not the manifest of a store, or damaged: expected its checksum and the object that it covers; "
+            "pack the store again"
         )
     expected, found = int(wrapped[1], 16), _core.crc32c(wrapped[2], 0)
     if found != expected:
         raise HeadraceError(
-            f"{path}: damaged: expected checksum {expected:08x}, found {found:08x}; pack the store "
-            "again"
+            f"{path}: damaged: expected checksum {expected:08x}, found {found:08x}; pack the store again"
         )
     return _to_current(Fields(parse_json(wrapped[2], str(path)), str(path)))
 
@@ -127,13 +126,13 @@ def _to_current(m: Fields) -> Fields:
     version, layout = m.integer("format_version"), m.text("layout")
     if version != FORMAT_VERSION:
         raise HeadraceError(
-            f"{m.where}: format version {version} is not supported; this version of headrace reads "
-            f"{FORMAT_VERSION}: pack the checkpoint again, or use the headrace that packed it"
+            f"{m.where}: format version {version} is not supported; this version of headrace reads {FORMAT_VERSION}: "
+            "pack the checkpoint again, or use the headrace that packed it"
         )
     if layout != LAYOUT:
         raise HeadraceError(
-            f"{m.where}: layout {shown(layout)} is not supported; this version of headrace reads "
-            f"{LAYOUT}: pack the checkpoint again, or use the headrace that packed it"
+            f"{m.where}: layout {shown(layout)} is not supported; this version of headrace reads {LAYOUT}: pack the "
+            "checkpoint again, or use the headrace that packed it"
         )
     return m
 
@@ -150,17 +149,14 @@ def _check_files(path: Path, m: Fields) -> dict[str, int]:
         sizes[name] = entry.integer("bytes", low=0, high=2**63)
         with opened(path / name) as (fd, size):
             if size != sizes[name]:
-                raise HeadraceError(
-                    f"{path / name}: expected {sizes[name]} bytes, found {size}; pack the store "
-                    "again"
-                )
+                raise HeadraceError(f"{path / name}: expected {sizes[name]} bytes, found {size}; pack the store again")
             if name.endswith(".json"):
                 expected = _crc(entry, "crc32c")
                 found = crc_of(fd, 0, size, path / name)
                 if found != expected:
                     raise HeadraceError(
-                        f"{path / name}: damaged: expected checksum {expected:08x}, found "
-                        f"{found:08x}; pack the store again"
+                        f"{path / name}: damaged: expected checksum {expected:08x}, found {found:08x}; pack the store "
+                        "again"
                     )
     return sizes
 
@@ -191,9 +187,7 @@ def _extent(fields: Fields, nbytes: int, alignment: int, file_bytes: int) -> int
     """The offset of nbytes that must lie in the file, aligned."""
     offset = fields.integer("offset", low=0, high=2**63)
     if offset % alignment or offset + nbytes > file_bytes:
-        raise fields.wrong(
-            "offset", f"a multiple of {alignment} with {nbytes} bytes inside {file_bytes}"
-        )
+        raise fields.wrong("offset", f"a multiple of {alignment} with {nbytes} bytes inside {file_bytes}")
     return offset
 
 
@@ -228,9 +222,7 @@ def _tensors(m: Fields, config: ModelConfig, file_bytes: int) -> dict[str, Tenso
         crc = _crc(entry, "crc32c")
         tensors[name] = TensorInfo(name, dtype, shape, 0, offset, nbytes, layout, crc)
     if listed:
-        raise HeadraceError(
-            f"{m.where}: tensor {shown(next(iter(listed)))} has no place in the model"
-        )
+        raise HeadraceError(f"{m.where}: tensor {shown(next(iter(listed)))} has no place in the model")
     return tensors
 
 
@@ -251,9 +243,7 @@ def _embedding(m: Fields, config: ModelConfig, file_bytes: int) -> EmbeddingTabl
 def _experts(m: Fields, config: ModelConfig, file_bytes: int) -> tuple[LayerExperts, ...]:
     entries = _objects(m, "layers")
     if len(entries) != config.num_hidden_layers:
-        raise HeadraceError(
-            f"{m.where}: expected {config.num_hidden_layers} layers, found {len(entries)}"
-        )
+        raise HeadraceError(f"{m.where}: expected {config.num_hidden_layers} layers, found {len(entries)}")
     inner, hidden, n = config.moe_intermediate_size, config.hidden_size, config.num_experts
     layers = []
     for entry in entries:

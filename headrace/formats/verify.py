@@ -61,13 +61,11 @@ def verify_store(path: Path, progress: Callable[[int, int], None]) -> VerifyRepo
     return report
 
 
-def _compare(
-    report: VerifyReport, file: Path, offset: int, what: str, expected: int, found: int
-) -> None:
+def _compare(report: VerifyReport, file: Path, offset: int, what: str, expected: int, found: int) -> None:
     if found != expected:
         report.problems.append(
-            f"{file}: {what} at offset {offset}: expected checksum {expected:08x}, found "
-            f"{found:08x}; pack the store again"
+            f"{file}: {what} at offset {offset}: expected checksum {expected:08x}, found {found:08x}; pack the store "
+            "again"
         )
 
 
@@ -78,16 +76,12 @@ def _check_padding(report: VerifyReport, fd: int, begin: int, end: int, file: Pa
         read_into(fd, piece.data, at, file)
         if piece.any():
             where = at + int(np.flatnonzero(piece)[0])
-            report.problems.append(
-                f"{file}: padding at offset {where}: expected 0, found another value"
-            )
+            report.problems.append(f"{file}: padding at offset {where}: expected 0, found another value")
             break
     return end - begin
 
 
-def _check_trunk(
-    store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport
-) -> Iterator[int]:
+def _check_trunk(store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport) -> Iterator[int]:
     end = 0
     for t in sorted(store.tensors.values(), key=lambda t: t.offset):
         if t.offset < end:
@@ -101,9 +95,7 @@ def _check_trunk(
     yield _check_padding(report, fd, end, size, file)
 
 
-def _check_embedding(
-    store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport
-) -> Iterator[int]:
+def _check_embedding(store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport) -> Iterator[int]:
     e = store.embedding
     row_bytes, stride = e.dtype.row_bytes(e.cols), embedding_stride(e.dtype, e.cols)
     step = max(1, CHUNK_BYTES // stride)
@@ -117,16 +109,12 @@ def _check_embedding(
         padding = records[:, row_bytes + CRC_BYTES :].any(axis=1)
         for i in np.flatnonzero(padding).tolist():
             at = (begin + i) * stride + row_bytes + CRC_BYTES
-            report.problems.append(
-                f"{file}: padding at offset {at}: expected 0, found another value"
-            )
+            report.problems.append(f"{file}: padding at offset {at}: expected 0, found another value")
         report.embedding_rows += len(records)
         yield records.size
 
 
-def _check_experts(
-    store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport
-) -> Iterator[int]:
+def _check_experts(store: Checkpoint, fd: int, size: int, file: Path, report: VerifyReport) -> Iterator[int]:
     end = 0
     for index, layer in sorted(enumerate(store.experts), key=lambda item: int(item[1].offset[0])):
         nbytes, crcs = record_bytes(layer.parts), np.asarray(layer.crc32c)

@@ -52,9 +52,7 @@ class ModelConfig:
     generation: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def from_gguf(
-        cls, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str
-    ) -> ModelConfig:
+    def from_gguf(cls, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str) -> ModelConfig:
         """From GGUF metadata and the shapes of the file's tensors, from which missing keys are
         derived.
 
@@ -65,9 +63,7 @@ class ModelConfig:
         arch = general.text("general.architecture")
         if arch not in ARCHITECTURES:
             supported = ", ".join(ARCHITECTURES)
-            raise HeadraceError(
-                f"{where}: architecture {shown(arch)} is not supported; supported: {supported}"
-            )
+            raise HeadraceError(f"{where}: architecture {shown(arch)} is not supported; supported: {supported}")
         prefix = arch + "."
         own = {k[len(prefix) :]: v for k, v in metadata.items() if k.startswith(prefix)}
         keys = Fields(own, f"{where}: {arch}")
@@ -109,11 +105,7 @@ class ModelConfig:
         tokens = metadata.get("tokenizer.ggml.tokens")
         types = metadata.get("tokenizer.ggml.token_type")
         if isinstance(tokens, list) and types is not None and len(types) == len(tokens):
-            eos += [
-                i
-                for i, token in enumerate(tokens)
-                if token in _END_TOKENS and types[i] == _CONTROL_TOKEN
-            ]
+            eos += [i for i, token in enumerate(tokens) if token in _END_TOKENS and types[i] == _CONTROL_TOKEN]
         generation = {}
         sampling = (("temp", "temperature"), ("top_p", "top_p"), ("top_k", "top_k"))
         for key, name in sampling:
@@ -134,17 +126,13 @@ class ModelConfig:
             num_experts_per_tok=keys.integer("expert_used_count"),
             moe_intermediate_size=moe_intermediate or 0,
             vocab_size=vocab,
-            rms_norm_eps=keys.positive(
-                "attention.layer_norm_rms_epsilon", _RMS_NORM_EPS[ARCHITECTURES[arch]]
-            ),
+            rms_norm_eps=keys.positive("attention.layer_norm_rms_epsilon", _RMS_NORM_EPS[ARCHITECTURES[arch]]),
             rope_theta=keys.positive("rope.freq_base", _ROPE_THETA),
             norm_topk_prob=keys.boolean("expert_weights_norm", arch == "qwen3moe"),
             tie_word_embeddings="output.weight" not in shapes,
             max_position_embeddings=keys.integer("context_length"),
             eos_token_ids=_in_vocabulary(eos, vocab),
-            bos_token_id=_bos(
-                general.integer("tokenizer.ggml.bos_token_id", None, 0, 2**32 - 1), vocab
-            ),
+            bos_token_id=_bos(general.integer("tokenizer.ggml.bos_token_id", None, 0, 2**32 - 1), vocab),
             generation=generation,
         )._checked(where)
 
@@ -158,14 +146,12 @@ class ModelConfig:
         model_type = keys.text("model_type")
         if model_type not in MODEL_TYPES:
             supported = ", ".join(MODEL_TYPES)
-            raise HeadraceError(
-                f"{where}: model_type {shown(model_type)} is not supported; supported: {supported}"
-            )
+            raise HeadraceError(f"{where}: model_type {shown(model_type)} is not supported; supported: {supported}")
         if "quantization_config" in keys:
             method = shown(keys.fields("quantization_config").values.get("quant_method"))
             raise HeadraceError(
-                f"{where}: quantization_config (quant_method {method}) is not supported; use the "
-                "checkpoint in F32, F16 or BF16"
+                f"{where}: quantization_config (quant_method {method}) is not supported; use the checkpoint in F32, "
+                "F16 or BF16"
             )
         keys.neutral("hidden_act", ["silu"])
         keys.neutral("attention_bias", [False])
@@ -213,17 +199,13 @@ class ModelConfig:
             head_dim=keys.integer("head_dim", None) or hidden // heads,
             num_experts=keys.integer("num_experts"),
             num_experts_per_tok=keys.integer("num_experts_per_tok"),
-            moe_intermediate_size=keys.integer(
-                "intermediate_size" if olmoe else "moe_intermediate_size"
-            ),
+            moe_intermediate_size=keys.integer("intermediate_size" if olmoe else "moe_intermediate_size"),
             vocab_size=vocab,
             rms_norm_eps=keys.positive("rms_norm_eps", _RMS_NORM_EPS[model_type]),
             rope_theta=rope_theta,
             norm_topk_prob=keys.boolean("norm_topk_prob", False),
             tie_word_embeddings=keys.boolean("tie_word_embeddings", False) and not has_lm_head,
-            max_position_embeddings=keys.integer(
-                "max_position_embeddings", _MAX_POSITION_EMBEDDINGS[model_type]
-            ),
+            max_position_embeddings=keys.integer("max_position_embeddings", _MAX_POSITION_EMBEDDINGS[model_type]),
             eos_token_ids=_in_vocabulary(
                 [*_token_ids(keys, "eos_token_id"), *_token_ids(defaults, "eos_token_id")], vocab
             ),
@@ -239,9 +221,8 @@ class ModelConfig:
         if model_type not in MODEL_TYPES:
             raise keys.wrong("model_type", " or ".join(MODEL_TYPES))
         counts = (
-            "num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim "
-            "num_experts num_experts_per_tok moe_intermediate_size vocab_size "
-            "max_position_embeddings"
+            "num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim num_experts "
+            "num_experts_per_tok moe_intermediate_size vocab_size max_position_embeddings"
         )
         vocab = keys.integer("vocab_size")
         generation = keys.fields("generation")
@@ -271,9 +252,7 @@ class ModelConfig:
 
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         require(heads % kv_heads == 0, f"query heads a multiple of {kv_heads} kv heads", str(heads))
-        require(
-            self.head_dim > 0 and self.head_dim % 2 == 0, "an even head_dim", str(self.head_dim)
-        )
+        require(self.head_dim > 0 and self.head_dim % 2 == 0, "an even head_dim", str(self.head_dim))
         used = self.num_experts_per_tok
         require(self.num_experts <= 65536, "at most 65536 experts", str(self.num_experts))
         require(used <= self.num_experts, f"experts used at most {self.num_experts}", str(used))

@@ -40,9 +40,7 @@ class Fields:
         found = shown(self.values.get(key))
         return HeadraceError(f"{self.where}: {key}: expected {expected}, found {found}")
 
-    def integer(
-        self, key: str, default: Any = _REQUIRED, low: int = 1, high: int = 2**31 - 1
-    ) -> Any:
+    def integer(self, key: str, default: Any = _REQUIRED, low: int = 1, high: int = 2**31 - 1) -> Any:
         expected = f"an integer from {low} to {high}"
         value = self._take(key, default, expected)
         if value is not default and (type(value) is not int or not low <= value <= high):
@@ -99,6 +97,5 @@ class Fields:
         if not any(type(value) is type(v) and value == v for v in neutral):
             allowed = " or ".join(shown(v) for v in neutral)
             raise HeadraceError(
-                f"{self.where}: {key} = {shown(value)} is not supported; supported: "
-                f"{allowed or 'absent'}"
+                f"{self.where}: {key} = {shown(value)} is not supported; supported: {allowed or 'absent'}"
             )

@@ -40,29 +40,29 @@ std::string show(const char* text, const A& a, const B& b) {
 
 #define CHECK_CAT2(a, b) a##b
 #define CHECK_CAT(a, b) CHECK_CAT2(a, b)
-#define TEST(name)                                                                  \
-  static void CHECK_CAT(test_, __LINE__)();                                         \
+#define TEST(name)                                                                    \
+  static void CHECK_CAT(test_, __LINE__)();                                           \
   static check::Register CHECK_CAT(reg_, __LINE__)(name, CHECK_CAT(test_, __LINE__)); \
   static void CHECK_CAT(test_, __LINE__)()
-#define CHECK(cond)                                              \
-  do {                                                           \
+#define CHECK(cond)                                               \
+  do {                                                            \
     if (!(cond)) check::fail(__FILE__, __LINE__, "CHECK " #cond); \
   } while (0)
-#define CHECK_EQ(a, b)                                                                              \
-  do {                                                                                              \
-    const auto& check_a = (a);                                                                      \
-    const auto& check_b = (b);                                                                      \
+#define CHECK_EQ(a, b)                                                                                       \
+  do {                                                                                                       \
+    const auto& check_a = (a);                                                                               \
+    const auto& check_b = (b);                                                                               \
     if (!(check_a == check_b)) check::fail(__FILE__, __LINE__, check::show(#a " == " #b, check_a, check_b)); \
   } while (0)
 // The statement throws Exception and its message contains `part`.
-#define CHECK_THROWS(Exception, part, statement)                                             \
-  do {                                                                                       \
-    try {                                                                                    \
-      statement;                                                                             \
-      check::fail(__FILE__, __LINE__, "expected " #Exception " from " #statement);           \
-    } catch (const Exception& e) {                                                           \
+#define CHECK_THROWS(Exception, part, statement)                                                              \
+  do {                                                                                                        \
+    try {                                                                                                     \
+      statement;                                                                                              \
+      check::fail(__FILE__, __LINE__, "expected " #Exception " from " #statement);                            \
+    } catch (const Exception& e) {                                                                            \
       if (!std::strstr(e.what(), part)) check::fail(__FILE__, __LINE__, std::string("message: ") + e.what()); \
-    }                                                                                        \
+    }                                                                                                         \
   } while (0)
 
 int main(int argc, char** argv) {

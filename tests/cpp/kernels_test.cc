@@ -352,7 +352,7 @@ TEST("attend: same bits over head sizes, windows and shared heads") {
         // The last visible position ends the allocation: reading on would be seen by the address sanitizer.
         keys.resize(((positions - 1) * stride + head_dim) * element);
         vals.resize(keys.size());
-        for (uint32_t num_q : {1u, 3u}) {
+        for (uint32_t num_q : {1u, 3u, 6u}) {
           const std::vector<float> q = normals(num_q * head_dim);
           for (auto [first, last] : {std::pair{0u, 0u}, {0u, 31u}, {0u, 32u}, {17u, 99u}, {31u, 33u}, {64u, 95u}}) {
             std::vector<float> want(num_q * head_dim), got(num_q * head_dim), scratch(num_q * (head_dim + 34));

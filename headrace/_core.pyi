@@ -1,0 +1,236 @@
+"""Headrace's native core: kernels, expert memory, executor."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, overload
+
+import numpy
+from numpy.typing import NDArray
+
+kernels: Any  # for tests
+
+def exit_on_interrupt(on: bool) -> None:
+    """
+    SIGINT ends the process at once with status 130 (on), or is Python's again (off).
+    """
+
+def release_free_memory() -> None:
+    """Gives what the allocator keeps for later back to the system."""
+
+def row_bytes(dtype: int, cols: int) -> int:
+    """Bytes of one row of `cols` values as files store it."""
+
+def matrix_bytes(dtype: int, rows: int, cols: int) -> int:
+    """Bytes of a matrix in the kernels' tile layout (rows padded to 16)."""
+
+def pack_rows(
+    dtype: int,
+    rows: int,
+    cols: int,
+    row_begin: int,
+    src: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    dst: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
+) -> None:
+    """
+    Rearranges whole file rows from `row_begin` on (src, uint8) into their places in the tile layout of the whole matrix (dst, uint8 [matrix_bytes]).
+    """
+
+def unpack_row(
+    dtype: int,
+    rows: int,
+    cols: int,
+    row: int,
+    src: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+) -> NDArray[numpy.uint8]:
+    """
+    One row of a matrix in tile layout (src) as files store it: uint8 [row_bytes].
+    """
+
+def dequantize_rows(
+    dtype: int,
+    cols: int,
+    src: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+) -> NDArray[numpy.float32]:
+    """File rows (src, uint8) as float32 [n, cols], exactly as gguf-py does."""
+
+@overload
+def crc32c(
+    data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)], crc: int = 0
+) -> int:
+    """CRC-32C of uint8 data, continuing from `crc`."""
+
+@overload
+def crc32c(data: bytes, crc: int = 0) -> int: ...
+def isa() -> str:
+    """
+    The instruction set in use: HEADRACE_ISA, else the best this processor has.
+    """
+
+class ExpertSource:
+    """Where the experts of a checkpoint lie in its files."""
+
+    def __init__(self, files: Sequence[str], layers: list) -> None: ...
+    def record_bytes(self, layer: int) -> int:
+        """Bytes of a slot that holds an expert of this layer."""
+
+    def total_bytes(self) -> int:
+        """Bytes of slots that hold all experts."""
+
+class ExpertMemory:
+    """The arena of expert slots, and the threads that load experts."""
+
+    def __init__(
+        self, source: ExpertSource, arena_bytes: int, loader_threads: int = 2, direct_io: bool = True
+    ) -> None: ...
+    @staticmethod
+    def overhead_bytes(source: ExpertSource, loader_threads: int = 2) -> int:
+        """What it holds besides the arena."""
+
+    def counters(self) -> dict:
+        """Expert counters since construction, by name."""
+
+    def resize(self, arena_bytes: int) -> None:
+        """Moves the ceiling on slot bytes, between passes."""
+
+    @property
+    def arena_bytes(self) -> int: ...
+    @property
+    def committed_bytes(self) -> int: ...
+    @property
+    def num_slots(self) -> int:
+        """Slots of the largest record that the arena holds."""
+
+    @property
+    def resident_experts(self) -> int: ...
+    @property
+    def total_experts(self) -> int: ...
+    def begin(self, layer: int, ids: Sequence[int]) -> None: ...
+    def take(self, in_order: bool = False, max_taken: int = 4294967295) -> list[int]:
+        """Indices into ids; empty when all were taken."""
+
+    def release(self, index: int) -> None: ...
+    def end(self) -> None: ...
+    def read_slot(self, layer: int, index: int) -> bytes:
+        """The bytes of a taken expert of the layer in progress."""
+
+class Program:
+    """A compiled graph (headrace/program.py), parsed and checked."""
+
+    def __init__(self, data: bytes) -> None:
+        """
+        Parses the bytes of a compiled graph. HeadraceError if they are not one.
+        """
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest pass."""
+
+    @property
+    def max_out_rows(self) -> int:
+        """Rows whose logits one pass can return."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What an executor commits for values and workspaces."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+
+class Weights:
+    """The trunk: all resident tensors of a program, and its embedding table."""
+
+    def __init__(self, program: Program) -> None:
+        """Reserves memory; loading commits it."""
+
+    @staticmethod
+    def resident_bytes(program: Program) -> int:
+        """Bytes that loading everything commits."""
+
+    def load(
+        self,
+        index: int,
+        tensor: str,
+        file: str,
+        offset: int,
+        nbytes: int,
+        dtype: int,
+        packed: bool = False,
+        crc: int | None = None,
+    ) -> None:
+        """
+        Reads a matrix or vector from a file: rows as files store them, or a matrix already in tile layout (packed). crc: the bytes' CRC-32C. HeadraceError names file, offset, tensor, expected and found.
+        """
+
+    def set_vector(
+        self,
+        index: int,
+        data: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """Sets a vector that is computed, float32 [cols]."""
+
+    def set_table(self, index: int, file: str, offset: int, stride: int, has_crc: bool = False) -> None:
+        """
+        Row i of the embedding lies at offset + i * stride, followed by its CRC-32C if has_crc.
+        """
+
+    def check_complete(self) -> None:
+        """HeadraceError unless every weight was loaded or set."""
+
+class SessionState:
+    """What one session keeps between passes: its keys and values."""
+
+    def __init__(self, program: Program, capacity: int, kv_dtype: int = 1) -> None:
+        """Commits room for `capacity` positions; kv_dtype F16 or F32."""
+
+    @staticmethod
+    def bytes(program: Program, capacity: int, kv_dtype: int = 1) -> int:
+        """Bytes that such a state commits."""
+
+    @property
+    def capacity(self) -> int:
+        """Positions that it has room for."""
+
+    @property
+    def length(self) -> int:
+        """Positions that hold a token."""
+
+    def rollback(self, length: int) -> None:
+        """Shortens to `length` positions."""
+
+class CancelFlag:
+    """Ends a running pass from another thread."""
+
+    def __init__(self) -> None: ...
+    def set(self) -> None: ...
+    def clear(self) -> None: ...
+    @property
+    def is_set(self) -> bool: ...
+
+class Executor:
+    """Replays a program. One pass runs at a time; a second caller waits."""
+
+    def __init__(self, program: Program, weights: Weights, experts: ExpertMemory | None, num_threads: int) -> None:
+        """num_threads counts the caller. Commits the program's scratch."""
+
+    def run(
+        self,
+        tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        sequences: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        states: Sequence[SessionState],
+        out_rows: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        logits: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
+        cancel: CancelFlag | None = None,
+    ) -> None:
+        """
+        One pass over n rows. tokens: int32 [n]; sequences: uint32 [n], indices into states, each sequence's rows in order; out_rows: uint32 [m], ascending; logits: float32 [m, vocab], filled. On success the states have grown; on an exception none has. HeadraceError("cancelled") if `cancel` was set; a signal handler's exception (KeyboardInterrupt) is raised within some 50 ms.
+        """
+
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+
+    @property
+    def op_seconds(self) -> dict:
+        """Time spent in each op since construction, by the op's name."""

@@ -1,0 +1,327 @@
+"""The command line as a user meets it: output, exit statuses, one-line errors, interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import checkpoints
+import pytest
+
+HEADRACE = [sys.executable, "-m", "headrace"]
+
+
+def headrace(*args: object, timeout: float = 120, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [*HEADRACE, *map(str, args)], capture_output=True, text=True, timeout=timeout, check=False, **kwargs
+    )
+
+
+def assert_one_line_error(done: subprocess.CompletedProcess, *parts: str) -> None:
+    assert done.returncode == 1, (done.returncode, done.stderr)
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("headrace: "), done.stderr
+    for part in parts:
+        assert part in done.stderr, (part, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "model.gguf"
+    weights = checkpoints.random_weights(checkpoints.QWEN3)
+    checkpoints.write_gguf(path, checkpoints.QWEN3, weights, dtype="Q8_0", vocabulary=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def store(gguf) -> Path:
+    path = gguf.parent / "model.store"
+    done = headrace("pack", gguf, path)
+    assert done.returncode == 0 and "packed" in done.stdout, done.stderr
+    return path
+
+
+# ---- output
+
+
+def test_run_streams_text_and_one_line_of_figures():
+    done = headrace("run", "tiny", "-p", "In the beginning", "-n", 16, "--temp", 0)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip()) > 0
+    assert done.stderr.count("\n") == 1
+    for figure in ("tokens/s", "hit rate", "read", "peak memory"):
+        assert figure in done.stderr
+
+
+def test_run_json_is_one_object_with_every_figure():
+    done = headrace("run", "tiny", "-p", "def main(", "-n", 12, "--json")
+    report = json.loads(done.stdout)
+    assert done.stderr == "" and done.returncode == 0
+    assert set(report) >= {
+        *("model", "budget_bytes", "peak_rss_bytes", "slots", "residency", "prompt_tokens", "generated_tokens"),
+        *("ttft_s", "prefill_tps", "decode_tps", "prefill", "decode", "text", "token_ids"),
+    }
+    for phase in ("prefill", "decode"):
+        assert set(report[phase]) == {
+            "expert_hits",
+            "expert_late_hits",
+            "expert_loads",
+            "expert_prefetches",
+            "expert_bytes_read",
+            "expert_bytes_unused",
+            "io_wait_s",
+        }
+    assert report["generated_tokens"] == len(report["token_ids"]) == 12
+    assert 0 < report["peak_rss_bytes"] <= report["budget_bytes"]
+    assert report["decode"]["expert_hits"] > 0
+
+
+def test_a_small_budget_gives_the_same_text():
+    prompt = ["run", "tiny", "-p", "In the beginning", "-n", 300, "--json", "--temp", 0.8, "--seed", 3]
+    resident = json.loads(headrace(*prompt).stdout)
+    refused = headrace(*prompt, "--memory", "20MiB")
+    assert_one_line_error(refused, "too small", "--memory")
+    smallest = refused.stderr.split("--memory ")[1].split()[0]
+    tight = headrace(*prompt, "--memory", smallest)
+    assert tight.returncode == 0, tight.stderr
+    tight = json.loads(tight.stdout)
+    assert tight["token_ids"] == resident["token_ids"] and tight["text"] == resident["text"]
+    assert tight["residency"] < 1 == resident["residency"]
+    assert tight["decode"]["expert_loads"] > resident["decode"]["expert_loads"]
+    assert tight["peak_rss_bytes"] <= tight["budget_bytes"]
+
+
+def test_sampling_repeats_with_its_seed():
+    args = ["run", "tiny", "-p", "The", "-n", 24, "--json", "--temp", 1.0, "--top-p", 0.9]
+    a, b, c = (json.loads(headrace(*args, "--seed", seed).stdout)["token_ids"] for seed in (1, 1, 2))
+    assert a == b != c
+
+
+def test_prompt_from_file_and_standard_input(tmp_path):
+    (tmp_path / "prompt.txt").write_text("In the beginning")
+    args = ["run", "tiny", "-n", 8, "--json", "--temp", 0]
+    by_flag = headrace(*args, "-p", "In the beginning").stdout
+    by_file = headrace(*args, "-f", tmp_path / "prompt.txt").stdout
+    by_stdin = headrace(*args, input="In the beginning").stdout
+    ids = [json.loads(x)["token_ids"] for x in (by_flag, by_file, by_stdin)]
+    assert ids[0] == ids[1] == ids[2]
+
+
+def test_packed_gives_the_same_tokens_as_in_place(gguf, store):
+    args = ["-p", "abc", "-n", 20, "--json", "--temp", 0]
+    a, b = (json.loads(headrace("run", m, *args).stdout) for m in (gguf, store))
+    assert a["token_ids"] == b["token_ids"]
+
+
+def test_inspect_says_what_fits_and_loads_nothing(gguf):
+    report = json.loads(headrace("inspect", gguf, "--json").stdout)
+    assert report["model_type"] == "qwen3_moe" and report["kind"] == "gguf"
+    assert report["plan"]["minimum_bytes"] <= report["plan"]["budget_bytes"]
+    text = headrace("inspect", gguf)
+    assert text.returncode == 0 and "smallest" in text.stdout
+
+
+def test_bench_reports_medians(gguf):
+    report = json.loads(headrace("bench", gguf, "--prompt", 20, "--gen", 4, "--repeat", 3, "--json").stdout)
+    assert len(report["runs"]) == 3 and report["decode_tps"] > 0 and report["prefill_tps"] > 0
+    assert report["prompt_tokens"] == 20 and report["generated_tokens"] == 4
+
+
+def test_verify_and_its_failure(store, tmp_path):
+    assert headrace("verify", store).returncode == 0
+    damaged = tmp_path / "damaged.store"
+    shutil.copytree(store, damaged)
+    experts = max(damaged.iterdir(), key=lambda p: p.stat().st_size)
+    data = bytearray(experts.read_bytes())
+    data[len(data) // 2] ^= 4
+    experts.write_bytes(data)
+    assert_one_line_error(headrace("verify", damaged), experts.name)
+
+
+def test_help_of_every_command():
+    for command in ("run", "inspect", "pack", "verify", "bench"):
+        done = headrace(command, "--help")
+        assert done.returncode == 0 and "Usage" in done.stdout
+
+
+# ---- wrong usage: 2
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["run"],
+        ["run", "tiny", "-p", "x", "--memory", "lots"],
+        ["run", "tiny", "-p", "x", "-n", "0"],
+        ["run", "tiny", "-p", "x", "-f", "y"],
+        ["run", "tiny", "-p", "x", "--no-such-flag"],
+        ["run", "tiny", "-p", "x", "--kv", "q3"],
+        ["nonsense"],
+        ["bench", "tiny", "--gen", "-1"],
+    ],
+)
+def test_wrong_usage_is_2(args):
+    done = headrace(*args)
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+
+
+# ---- bad input: 1 and one line
+
+
+def test_no_such_file(tmp_path):
+    assert_one_line_error(headrace("run", tmp_path / "none.gguf", "-p", "x"), "none.gguf")
+    assert_one_line_error(headrace("inspect", tmp_path / "none.gguf"), "none.gguf")
+    assert_one_line_error(headrace("pack", tmp_path / "none.gguf", tmp_path / "out"), "none.gguf")
+    assert_one_line_error(headrace("run", "tiny", "-f", tmp_path / "none.txt"), "none.txt")
+
+
+def test_truncated_tensor_data(gguf, tmp_path):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(gguf.read_bytes()[:-1000])
+    assert_one_line_error(headrace("run", cut, "-p", "x"), "cut.gguf")
+
+
+def test_context_and_prompt_too_long():
+    long = "word " * 9000
+    assert_one_line_error(headrace("run", "tiny", "-p", "x", "-c", 10_000_000), "context")
+    assert_one_line_error(headrace("run", "tiny", input=long), "prompt", "tokens")
+    assert_one_line_error(headrace("run", "tiny", "-p", "one two three four", "-c", 2), "prompt", "-c")
+    assert_one_line_error(headrace("run", "tiny", "-p", ""), "empty")
+
+
+def test_prompt_that_is_not_utf8(tmp_path):
+    (tmp_path / "bytes.txt").write_bytes(b"abc\xff\xfe")
+    assert_one_line_error(headrace("run", "tiny", "-f", tmp_path / "bytes.txt"), "UTF-8", "offset 3")
+
+
+def test_store_damaged_anywhere_is_found_before_a_wrong_token(store, tmp_path):
+    """One flipped bit in each file in turn; experts before their first use."""
+    for file in sorted(store.iterdir()):
+        damaged = tmp_path / f"{file.name}.store"
+        shutil.copytree(store, damaged)
+        data = bytearray((damaged / file.name).read_bytes())
+        if not data:
+            continue
+        if "expert" in file.name:  # whichever expert is used first
+            for at in range(100, len(data), 4096):
+                data[at] ^= 1
+        else:
+            data[len(data) // 3] ^= 1
+        (damaged / file.name).write_bytes(data)
+        done = headrace("run", damaged, "-p", "abc", "-n", 4)
+        if "embed" in file.name and done.returncode == 0:
+            continue  # rows are read on demand: this one was not asked for
+        assert_one_line_error(done, str(damaged))
+    missing = tmp_path / "missing.store"
+    shutil.copytree(store, missing)
+    max(missing.iterdir(), key=lambda p: p.stat().st_size).unlink()
+    assert_one_line_error(headrace("run", missing, "-p", "abc"), "missing.store")
+
+
+def test_pack_refuses_an_existing_destination(gguf, store):
+    assert_one_line_error(headrace("pack", gguf, store), str(store))
+
+
+def test_full_disk_while_packing_leaves_nothing(gguf, tmp_path):
+    """A file size limit stands in for a full disk: writes fail in the middle."""
+    destination = tmp_path / "out.store"
+    script = f"ulimit -f 100; exec {sys.executable} -m headrace pack {gguf} {destination}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert_one_line_error(done, "out.store")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- interruption and pipes
+
+
+def interrupt(args: list[object], after_s: float, wait_for_output: bool) -> tuple[int, float]:
+    """Starts a command, sends SIGINT, and returns its status and the seconds until it ended."""
+    process = subprocess.Popen(
+        [*HEADRACE, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
+    )
+    if wait_for_output:
+        process.stdout.read(1)
+    time.sleep(after_s)
+    assert process.poll() is None, process.stderr.read()
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    status = process.wait(timeout=30)
+    seconds = time.monotonic() - start
+    assert b"Traceback" not in process.stderr.read()
+    process.stdout.close()
+    process.stderr.close()
+    return status, seconds
+
+
+def test_ctrl_c_while_generating():
+    # Long output, so that it is still running; the time itself is for benchmarks (it should be under 0.2 s).
+    status, seconds = interrupt(["run", "tiny", "-p", "The", "-n", 3000, "--temp", 1], 0.2, True)
+    assert status == 130 and seconds < 5
+
+
+@pytest.mark.parametrize("after_s", [0.6, 1.0])
+def test_ctrl_c_while_loading_or_in_prefill(after_s):
+    status, seconds = interrupt(["bench", "tiny", "--prompt", 3000, "--gen", 500, "--repeat", 50], after_s, False)
+    assert status == 130 and seconds < 5
+
+
+def test_ctrl_c_while_packing_leaves_nothing(tmp_path):
+    import synth
+
+    source = tmp_path / "large.gguf"
+    synth.write_synthetic(source, synth.SHAPES["small"], layers=6)
+    process = subprocess.Popen([*HEADRACE, "pack", source, tmp_path / "out.store"], stderr=subprocess.PIPE)
+    while process.poll() is None and len(list(tmp_path.iterdir())) == 1:
+        time.sleep(0.01)  # until it has begun to write
+    process.send_signal(signal.SIGINT)
+    status = process.wait(timeout=30)
+    assert b"Traceback" not in process.stderr.read()
+    process.stderr.close()
+    left = sorted(p.name for p in tmp_path.iterdir())
+    # It may have finished just before the signal.
+    assert (status, left) in ((130, ["large.gguf"]), (0, ["large.gguf", "out.store"]))
+
+
+def test_a_closed_pipe_is_not_an_error():
+    command = " ".join([*HEADRACE, "run", "tiny", "-p", "The", "-n", "400", "--temp", "1"])
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{command} | head -c 1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=dict(os.environ),
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr and "Error" not in done.stderr
+
+
+def test_read_error_in_the_middle_of_generation(store, tmp_path):
+    """The expert file is cut short while the engine runs on it."""
+    from headrace.engine import Engine, EngineOptions
+    from headrace.errors import HeadraceError
+    from headrace.formats import open_checkpoint
+
+    copy = tmp_path / "copy.store"
+    shutil.copytree(store, copy)
+    with Engine(open_checkpoint(copy), EngineOptions(context=64)) as engine:
+        engine.experts.resize(engine._smallest_arena)
+        session = engine.session()
+        logits = session.prefill([1, 2, 3])
+        length = session.length
+        experts = max(copy.iterdir(), key=lambda p: p.stat().st_size)
+        whole = experts.read_bytes()
+        os.truncate(experts, 4096)
+        with pytest.raises(HeadraceError, match=experts.name):
+            for token in range(10, 40):
+                session.step(token)
+                length = session.length
+        assert session.length == length  # the failed pass left nothing
+        experts.write_bytes(whole)
+        after = session.step(10)
+        assert after.shape == logits.shape
