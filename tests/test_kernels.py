@@ -304,6 +304,150 @@ def test_route_ties_and_nan(isa):
     assert ids.tolist() == [0, 1, 2] and weights.tolist() == [0, 0, 1]
 
 
+# The definitions of kernels.h, bit for bit. A product of two floats is exact in float64; rounding its
+# sum there first and then to float32 differs from fma in about one case of 2^29, and in none here.
+
+
+def fma32(a, b, c):
+    return (np.multiply(a, b, dtype=np.float64) + c).astype(np.float32)
+
+
+def lane_sum(products: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Sum over the last axis of a * b, in kernels.h's order."""
+    a, b = (np.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, -v.shape[-1] % 16)]) for v in products)
+    lanes = np.zeros((*np.broadcast_shapes(a.shape, b.shape)[:-1], 16), np.float32)
+    for i in range(0, a.shape[-1], 16):
+        lanes = fma32(a[..., i : i + 16], b[..., i : i + 16], lanes)
+    for half in (8, 4, 2, 1):
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes[..., 0]
+
+
+def exp32(x):
+    """The steps of exp_lanes in kernels-inl.h."""
+    f = np.float32
+    x = np.minimum(np.maximum(x, f(-105)), f(90)).astype(np.float32)
+    shifter = f(1.5 * 2**23)
+    k = fma32(x, f(float.fromhex("0x1.715476p+0")), shifter) - shifter
+    r = fma32(k, f(-float.fromhex("0x1.62e4p-1")), x)
+    r = fma32(k, f(-float.fromhex("0x1.7f7d1cp-20")), r)
+    q = np.full_like(r, float.fromhex("0x1.6a23ccp-10"))
+    for c in ("0x1.123a2p-7", "0x1.5558f4p-5", "0x1.555492p-3", "0x1.fffffcp-2"):
+        q = fma32(q, r, f(float.fromhex(c)))
+    return np.ldexp(fma32(r * r, q, r) + f(1), k.astype(np.int32))
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype == np.float32 and np.array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+@per_isa
+@per_type
+def test_matmul_bits(isa, dtype, rng):
+    rows = file_rows(rng.standard_normal((19, 128)).astype(np.float32), dtype)
+    x = rng.standard_normal((3, 128)).astype(np.float32)
+    want = np.zeros((3, 19), np.float32)
+    if dtype in QUANTIZED:
+        activations = K.quantize(isa, x)
+        q, d, _ = split_q8(activations, 128)
+        blocks = rows.reshape(19, 4, -1)
+        d_w = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16).astype(np.float32)[:, :, 0]
+        quants = np.rint(dequantized(rows, dtype).reshape(19, 4, 32) / d_w[:, :, None])
+        dots = np.einsum("rbk,tbk->btr", quants, q.reshape(3, 4, 32).astype(np.float64))
+        for b in range(4):
+            want = fma32(dots[b].astype(np.float32), d_w[:, b] * d[:, b : b + 1], want)
+    else:
+        activations = x
+        w = dequantized(rows, dtype)
+        for k in range(128):
+            want = fma32(w[:, k], x[:, k : k + 1], want)
+    tiles = packed(rows, dtype, 128)
+    assert same_bits(K.matmul(isa, dtype, 19, 128, tiles, activations), want)
+
+
+@per_isa
+@pytest.mark.parametrize("group", [128, 27])
+def test_rms_norm_bits(isa, group, rng):
+    x = rng.standard_normal((3, group)).astype(np.float32)
+    w = rng.standard_normal(group).astype(np.float32)
+    eps = np.float32(1e-6)
+    r = np.float32(1) / np.sqrt(lane_sum((x, x)) / np.float32(group) + eps)
+    assert same_bits(K.rms_norm(isa, x.reshape(-1), w, eps).reshape(3, -1), (x * r[:, None]) * w)
+
+
+@per_isa
+def test_swiglu_and_accumulate_bits(isa, rng):
+    gate = np.concatenate([rng.standard_normal(500) * 30, np.linspace(-90, 90, 333)])
+    gate = gate.astype(np.float32)
+    up = rng.standard_normal(gate.size).astype(np.float32)
+    with np.errstate(over="ignore"):
+        want = gate / (np.float32(1) + exp32(-gate)) * up
+    assert same_bits(K.swiglu(isa, gate, up), want)
+    y = up.copy()
+    K.accumulate(isa, 0.3, gate, y)
+    assert same_bits(y, fma32(np.float32(0.3), gate, up))
+
+
+@per_isa
+@pytest.mark.parametrize(("first", "last"), [(0, 10), (45, 130)])
+def test_attend_bits(isa, first, last, rng):
+    q = rng.standard_normal((5, 40)).astype(np.float32)
+    k, v = rng.standard_normal((2, 140, 40)).astype(np.float32)
+    scale = np.float32(0.7)
+    running_max = np.full(5, -np.inf, np.float32)
+    running_sum = np.zeros(5, np.float32)
+    acc = np.zeros((5, 40), np.float32)
+    for block in range(first // 32, last // 32 + 1):
+        keys = np.arange(max(first, 32 * block), min(last, 32 * block + 31) + 1)
+        s = scale * lane_sum((q[:, None], k[None, keys]))
+        new_max = np.maximum(running_max, s.max(axis=1))
+        p, c = exp32(s - new_max[:, None]), exp32(running_max - new_max)
+        total = np.zeros(5, np.float32)
+        acc = acc * c[:, None]
+        for j, position in enumerate(keys):
+            total = total + p[:, j]
+            acc = fma32(p[:, j : j + 1], v[position], acc)
+        running_sum = fma32(running_sum, c, total)
+        running_max = new_max
+    stored = [a.reshape(140, -1).view(np.uint8) for a in (k, v)]
+    got = K.attend(isa, q, *stored, F32, first, last, float(scale))
+    assert same_bits(got, acc / running_sum[:, None])
+
+
+@per_isa
+@pytest.mark.parametrize("normalize", [False, True])
+def test_route_bits(isa, normalize, rng):
+    logits = (4 * rng.standard_normal(45)).astype(np.float32)
+    ids, weights = K.route(isa, logits, 6, normalize, 1.5)
+    e = exp32(logits - logits.max())
+    total = np.float32(0)
+    for value in e:
+        total = total + value
+    p = e[ids] / total
+    if normalize:
+        chosen = np.float32(0)
+        for value in p:
+            chosen = chosen + value
+        p = p / chosen
+    assert same_bits(weights, p * np.float32(1.5))
+
+
+@per_isa
+def test_rope_bits(isa, rng):
+    x = rng.standard_normal((2, 48)).astype(np.float32)
+    angles = K.rope_angles(isa, 77, rng.random(24).astype(np.float32))
+    cos, sin = angles[:24], angles[24:]
+    for style, first, second in [
+        ("neox", slice(0, 24), slice(24, 48)),
+        ("norm", slice(0, 48, 2), slice(1, 48, 2)),
+    ]:
+        y, want = x.copy(), x.copy()
+        K.rope(isa, y, angles, style)
+        want[:, first] = fma32(x[:, first], cos, -(x[:, second] * sin))
+        want[:, second] = fma32(x[:, second], cos, x[:, first] * sin)
+        assert same_bits(y, want)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_the_environment_names_the_instruction_set(isa):
     code = "from headrace import _core; print(_core.isa())"

@@ -22,9 +22,10 @@ struct ExpertCounters {
   uint64_t late_hits = 0;
   uint64_t loads = 0;
   uint64_t prefetches = 0;
-  uint64_t bytes_read = 0;    // bytes that reads returned, padding and alignment windows included
-  uint64_t bytes_unused = 0;  // read early or on a guess, evicted unused
-  uint64_t io_wait_ns = 0;    // time the executor waited for an expert
+  uint64_t bytes_read = 0;  // bytes that reads returned, padding and alignment windows included
+  uint64_t bytes_unused =
+      0;                    // of experts evicted before take() gave them out, and of loads that failed or were dropped
+  uint64_t io_wait_ns = 0;  // time the executor waited for an expert
 };
 
 struct ExpertMemoryOptions {

@@ -6,6 +6,11 @@
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
+#if defined(__clang__)
+#define HEADRACE_WITH_CRC32 __attribute__((target("sse4.2,crc32")))
+#else
+#define HEADRACE_WITH_CRC32 __attribute__((target("sse4.2")))
+#endif
 #endif
 
 namespace headrace {
@@ -49,7 +54,7 @@ uint32_t update_by_table(uint32_t crc, const uint8_t* p, size_t n) {
 // for each byte of the register.
 using ZerosTable = std::array<std::array<uint32_t, 256>, 4>;
 
-constexpr uint32_t apply(const std::array<uint32_t, 32>& columns, uint32_t v) {
+constexpr uint32_t times(const std::array<uint32_t, 32>& columns, uint32_t v) {
   uint32_t result = 0;
   for (int i = 0; v != 0; v >>= 1, ++i) result ^= v & 1 ? columns[i] : 0;
   return result;
@@ -60,12 +65,12 @@ constexpr ZerosTable make_zeros_table(size_t n) {
   for (int i = 0; i < 32; ++i) columns[i] = i < 8 ? kByteTable[0][1u << i] : 1u << (i - 8);  // one zero byte
   for (; n > 1; n /= 2) {
     std::array<uint32_t, 32> squared = {};
-    for (int i = 0; i < 32; ++i) squared[i] = apply(columns, columns[i]);
+    for (int i = 0; i < 32; ++i) squared[i] = times(columns, columns[i]);
     columns = squared;
   }
   ZerosTable table = {};
   for (uint32_t byte = 0; byte < 4; ++byte) {
-    for (uint32_t b = 0; b < 256; ++b) table[byte][b] = apply(columns, b << 8 * byte);
+    for (uint32_t b = 0; b < 256; ++b) table[byte][b] = times(columns, b << 8 * byte);
   }
   return table;
 }
@@ -82,7 +87,7 @@ uint64_t word(const uint8_t* p) {
 
 // The instruction takes three cycles but one can start in each, so three streams of `kStream` bytes run side by side.
 template <size_t kStream>
-__attribute__((target("sse4.2"))) void three_streams(uint64_t& crc, const uint8_t*& p, size_t& n) {
+HEADRACE_WITH_CRC32 void three_streams(uint64_t& crc, const uint8_t*& p, size_t& n) {
   static constexpr ZerosTable kZeros = make_zeros_table(kStream);
   for (; n >= 3 * kStream; n -= 3 * kStream, p += 3 * kStream) {
     uint64_t a = crc, b = 0, c = 0;
@@ -96,7 +101,7 @@ __attribute__((target("sse4.2"))) void three_streams(uint64_t& crc, const uint8_
   }
 }
 
-__attribute__((target("sse4.2"))) uint32_t update_by_instruction(uint32_t crc32, const uint8_t* p, size_t n) {
+HEADRACE_WITH_CRC32 uint32_t update_by_instruction(uint32_t crc32, const uint8_t* p, size_t n) {
   uint64_t crc = crc32;
   three_streams<4096>(crc, p, n);
   three_streams<256>(crc, p, n);

@@ -159,6 +159,30 @@ TEST("hits that fill the arena: the furthest is given up for a missing expert be
   CHECK_EQ(memory.counters().loads, 4u);
 }
 
+TEST("an executor that keeps what it took costs hits, not a hang") {
+  const ExpertFiles files(small_layers(1, 8), 15);
+  ExpertMemory memory(files.source, {3 * files.largest_bytes(), 2, true});
+  run_layer(memory, files, 0, {4, 5});
+  const Ids ids = {1, 2, 4, 5};
+  std::vector<uint32_t> taken;
+  memory.begin(0, ids);
+  for (uint32_t i : {0u, 1u}) {  // expert 2 finds 1 in use and 4, 5 pinned: 5 is given up
+    CHECK(memory.take(true, 1, taken, nullptr));
+    CHECK(taken == Ids{i});
+  }
+  for (uint32_t i : {0u, 1u}) {
+    CHECK(files.slot_equals(0, ids[i], memory.address(i)));
+    memory.release(i);
+  }
+  for (uint32_t i : {2u, 3u}) {
+    CHECK(memory.take(true, 1, taken, nullptr));
+    CHECK(taken == Ids{i} && files.slot_equals(0, ids[i], memory.address(i)));
+  }
+  memory.end();
+  CHECK_EQ(memory.counters().hits, 1u);
+  CHECK_EQ(memory.counters().loads, 2u + 3u);
+}
+
 TEST("take gives ready experts ascending, in storage order if asked, at most max_taken") {
   const ExpertFiles files(small_layers(1, 6), 5);
   std::atomic<bool> hold{true};
