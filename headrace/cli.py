@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 
@@ -26,6 +27,8 @@ app = typer.Typer(
 )
 
 INTERRUPTED = 130
+# More than the longest context holds; a stream without an end is refused here.
+MAX_PROMPT_BYTES = 8 << 20
 
 Model = Annotated[
     str,
@@ -72,9 +75,12 @@ def _read_prompt(text: str | None, file: Path | None) -> str:
         raise typer.BadParameter("give a prompt: -p TEXT, -f FILE, or standard input", param_hint="-p")
     name = str(file) if file is not None else "standard input"
     try:
-        data = file.read_bytes() if file is not None else sys.stdin.buffer.read()
+        with open(file if file is not None else 0, "rb", closefd=file is not None) as stream:
+            data = stream.read(MAX_PROMPT_BYTES + 1)
     except OSError as error:
         raise HeadraceError(f"{name}: {error.strerror}; give a readable text file") from error
+    if len(data) > MAX_PROMPT_BYTES:
+        raise HeadraceError(f"{name}: a prompt of more than {MAX_PROMPT_BYTES} bytes; shorten it")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -96,18 +102,36 @@ def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
                 function(*args, **kwargs)
                 sys.stdout.flush()
             except HeadraceError as error:
-                print(f"headrace: {' '.join(str(error).split())}", file=sys.stderr)
-                raise typer.Exit(1) from None
+                _fail(str(error))
             except KeyboardInterrupt:
                 raise typer.Exit(INTERRUPTED) from None
-            except BrokenPipeError:
-                # The reader has left; keep the interpreter's last flush from complaining.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            except BrokenPipeError:  # the reader has left
+                _discard(sys.stdout, sys.stderr)
                 raise typer.Exit(0) from None
+            except OSError as error:  # among them a full disk under standard output
+                _fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
+            except MemoryError:
+                _fail("the system refused memory; use a smaller --memory or a smaller context")
 
         return app.command(name)(run)
 
     return register
+
+
+def _fail(message: str) -> NoReturn:
+    try:
+        print(f"headrace: {' '.join(message.split())}", file=sys.stderr)
+        sys.stdout.flush()
+    except OSError:  # nobody can be told
+        _discard(sys.stdout, sys.stderr)
+    raise typer.Exit(1) from None
+
+
+def _discard(*streams: TextIO) -> None:
+    """What is still in the buffers goes nowhere, so that the interpreter's last flush does not complain."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(null, stream.fileno())
 
 
 @command("run")
@@ -176,6 +200,8 @@ def pack_command(
     """Pack a checkpoint into a store: one read an expert, everything checksummed."""
     from headrace.commands.store import pack
 
+    for stop in (signal.SIGTERM, signal.SIGHUP):  # the half-written store goes then too
+        signal.signal(stop, lambda signum, frame: sys.exit(128 + signum))
     pack(source, destination, json)
 
 
@@ -207,8 +233,33 @@ def bench_command(
     bench(model, prompt, gen, repeat, _memory_bytes(memory), threads, seed, json)
 
 
+def _prepare_streams() -> None:
+    """Makes the three standard streams fit for any text and any caller.
+
+    One that the caller closed becomes /dev/null: a model's file would get its number. What a terminal's encoding
+    cannot write is escaped, since models write every character and files have names of any bytes.
+    """
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != fd:
+                os.dup2(null, fd)
+                os.close(null)
+            setattr(sys, name, open(fd, "w" if fd else "r", encoding="utf-8"))  # noqa: SIM115
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def _interrupt_once(signum: int, frame: object) -> None:
+    """Ctrl-C is a KeyboardInterrupt once: a second one must not break off the cleaning up after the first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     try:
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in a shell's background jobs
+            signal.signal(signal.SIGINT, _interrupt_once)
+        _prepare_streams()
         app()
     except KeyboardInterrupt:  # before a command has begun
         sys.exit(INTERRUPTED)

@@ -7,7 +7,11 @@ conversation owns: keys and values, and its figures. docs/architecture.md follow
 from __future__ import annotations
 
 import gc
+import os
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -108,7 +112,7 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
         trunk_bytes=_core.Weights.resident_bytes(program),
         state_bytes=options.sessions * _core.SessionState.bytes(program, options.context, int(options.kv_dtype)),
         overhead_bytes=_core.ExpertMemory.overhead_bytes(source, options.loader_threads),
-        logits_bytes=(4 * options.max_out_rows + LOGITS_BYTES_PER_ENTRY) * config.vocab_size,
+        logits_bytes=(4 * options.max_out_rows * options.sessions + LOGITS_BYTES_PER_ENTRY) * config.vocab_size,
         num_threads=num_threads + options.loader_threads,
         largest_record_bytes=max(records),
         smallest_record_bytes=min(records),
@@ -142,10 +146,13 @@ def _expert_source(checkpoint: Checkpoint) -> _core.ExpertSource:
 
 
 class Engine:
-    """A loaded model. Use as a context manager, or close()."""
+    """A loaded model. Use as a context manager, or close(). Sessions may run in threads of their own: one pass
+    runs at a time, the others wait."""
 
     def __init__(self, checkpoint: Checkpoint, options: EngineOptions):
         self.checkpoint, self.options = checkpoint, options
+        self._lock = threading.Lock()  # held by a pass, and by whatever must not happen during one
+        self._pid: int | None = os.getpid()  # None: closed
         self.config = checkpoint.config
         self._source = source = _expert_source(checkpoint)
         self.plan = _plan(checkpoint, options, source)
@@ -162,7 +169,6 @@ class Engine:
         self._smallest_arena = max(source.record_bytes(i) for i in range(len(checkpoint.experts)))
         self.experts = _core.ExpertMemory(source, self._smallest_arena, options.loader_threads, options.direct_io)
         self._executor = _core.Executor(self._program, self._weights, self.experts, self.num_threads)
-        self.logits = np.zeros((self.program.max_out_rows, self.config.vocab_size), np.float32)
         self._take_arena()
 
     def _take_arena(self) -> None:
@@ -189,21 +195,32 @@ class Engine:
     # ---- sessions
 
     def session(self) -> Session:
-        if not self._free_states:
-            raise HeadraceError(
-                f"all {self.options.sessions} sessions of this engine are open; "
-                "close one, or load the engine with more sessions"
-            )
-        state = self._free_states.pop()
+        with self._lock:
+            self.check_open()
+            if not self._free_states:
+                raise HeadraceError(
+                    f"all {self.options.sessions} sessions of this engine are open; "
+                    "close one, or load the engine with more sessions"
+                )
+            state = self._free_states.pop()
         state.rollback(0)
         return Session(self, state)
 
+    def check_open(self) -> None:
+        """Raises HeadraceError for an engine that was closed, or whose threads stayed in the parent process."""
+        if self._pid is None:
+            raise HeadraceError("this engine is closed; load the model again")
+        if self._pid != os.getpid():
+            raise HeadraceError("this engine was loaded before the process forked; load the model in the child")
+
     def close(self) -> None:
-        """Stops the threads and frees the memory. Sessions end with it."""
-        # In this order: the executor uses the rest.
-        for name in ("_executor", "experts", "_weights"):
-            self.__dict__.pop(name, None)
-        self._free_states = []
+        """Waits for a running pass, stops the threads and frees the memory. Sessions end with it."""
+        with self._lock:
+            self._pid = None
+            # In this order: the executor uses the rest.
+            for name in ("_executor", "experts", "_weights"):
+                self.__dict__.pop(name, None)
+            self._free_states = []
 
     def __enter__(self) -> Engine:
         return self
@@ -229,53 +246,78 @@ class Engine:
 
 
 class Session:
-    """One conversation: its keys and values. Passes append to it; rollback() shortens it."""
+    """One conversation: its keys and values. Passes append to it; rollback() shortens it.
+
+    For one thread at a time; different sessions of an engine may be used by different threads.
+    """
 
     def __init__(self, engine: Engine, state: _core.SessionState):
         self.engine, self._state, self._closed = engine, state, False
+        self._logits = np.empty((engine.program.max_out_rows, engine.config.vocab_size), np.float32)
         self.prefill_figures, self.decode_figures = Figures(), Figures()
 
     @property
     def length(self) -> int:
         """Positions that hold a token."""
+        self._check_open()
         return self._state.length
 
     def rollback(self, length: int) -> None:
-        self._state.rollback(length)
+        self._check_open()
+        with self.engine._lock:
+            self._state.rollback(length)
 
     def prefill(self, tokens: list[int]) -> np.ndarray:
-        """Runs a prompt in passes of at most max_rows rows. Returns the last token's logits [vocab_size]."""
+        """Runs a prompt in passes of at most max_rows rows, all of them or, on an exception, none. Returns the
+        last token's logits [vocab_size], valid until the session's next pass."""
         self._check(tokens)
         rows = self.engine.max_rows
         chunks = [tokens[i : i + rows] for i in range(0, len(tokens), rows)]
-        for chunk in chunks[:-1]:
-            self._pass(chunk, [], self.prefill_figures)
-        return self._pass(chunks[-1], [len(chunks[-1]) - 1], self.prefill_figures)[0]
+        with self._all_or_nothing():
+            for chunk in chunks[:-1]:
+                self._pass(chunk, [], self.prefill_figures)
+            return self._pass(chunks[-1], [len(chunks[-1]) - 1], self.prefill_figures)[0]
 
     def step(self, token: int) -> np.ndarray:
-        """One decode step. Returns logits [vocab_size], valid until the next pass."""
+        """One decode step. Returns logits [vocab_size], valid until the session's next pass."""
         self._check([token])
-        return self._pass([token], [0], self.decode_figures)[0]
+        with self._all_or_nothing():
+            return self._pass([token], [0], self.decode_figures)[0]
 
     def verify(self, tokens: list[int]) -> np.ndarray:
-        """Logits of every row, [len(tokens), vocab_size]: one pass for each max_out_rows tokens."""
+        """Logits of every row, [len(tokens), vocab_size]: one pass for each max_out_rows tokens, all or none."""
         self._check(tokens)
         rows = self.engine.program.max_out_rows
         logits = np.empty((len(tokens), self.engine.config.vocab_size), np.float32)
-        for i in range(0, len(tokens), rows):
-            chunk = tokens[i : i + rows]
-            logits[i : i + rows] = self._pass(chunk, list(range(len(chunk))), self.decode_figures)
+        with self._all_or_nothing():
+            for i in range(0, len(tokens), rows):
+                chunk = tokens[i : i + rows]
+                logits[i : i + rows] = self._pass(chunk, list(range(len(chunk))), self.decode_figures)
         return logits
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self.engine._free_states.append(self._state)
+        with self.engine._lock:
+            if not self._closed:
+                self._closed = True
+                if self.engine._pid is not None:
+                    self.engine._free_states.append(self._state)
 
-    def _check(self, tokens: list[int]) -> None:
-        vocab, room = self.engine.config.vocab_size, self._state.capacity - self.length
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        length = self._state.length
+        try:
+            yield
+        except BaseException:
+            self._state.rollback(length)
+            raise
+
+    def _check_open(self) -> None:
         if self._closed:
             raise HeadraceError("this session is closed; open another with Engine.session()")
+
+    def _check(self, tokens: list[int]) -> None:
+        self._check_open()
+        vocab, room = self.engine.config.vocab_size, self._state.capacity - self._state.length
         if not tokens:
             raise HeadraceError("an empty prompt: give at least one token")
         bad = next((t for t in tokens if not 0 <= t < vocab), None)
@@ -283,23 +325,25 @@ class Session:
             raise HeadraceError(f"token id {bad} is outside the vocabulary of {vocab}")
         if len(tokens) > room:
             raise HeadraceError(
-                f"{len(tokens)} tokens do not fit the context: {self.length} of "
+                f"{len(tokens)} tokens do not fit the context: {self._state.length} of "
                 f"{self._state.capacity} positions are taken; give a larger -c"
             )
 
     def _pass(self, tokens: list[int], out_rows: list[int], figures: Figures) -> np.ndarray:
         engine = self.engine
-        engine.guard_budget()
-        logits = engine.logits[: len(out_rows)]
-        before, start = engine.counters(), time.perf_counter()
-        engine._executor.run(
-            np.asarray(tokens, np.int32),
-            np.zeros(len(tokens), np.uint32),
-            [self._state],
-            np.asarray(out_rows, np.uint32),
-            logits,
-        )
-        figures.add(len(tokens), time.perf_counter() - start, before, engine.counters())
+        logits = self._logits[: len(out_rows)]
+        with engine._lock:
+            engine.check_open()
+            engine.guard_budget()
+            before, start = engine.counters(), time.perf_counter()
+            engine._executor.run(
+                np.asarray(tokens, np.int32),
+                np.zeros(len(tokens), np.uint32),
+                [self._state],
+                np.asarray(out_rows, np.uint32),
+                logits,
+            )
+            figures.add(len(tokens), time.perf_counter() - start, before, engine.counters())
         return logits
 
 

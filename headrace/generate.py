@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.engine import Session
+from headrace.errors import HeadraceError
 from headrace.text.sampling import Sampler
 
 
@@ -26,7 +27,10 @@ class Generation:
     def __iter__(self) -> Iterator[int]:
         logits = self.logits
         while len(self.token_ids) < self.max_tokens:
-            token = self.sampler.sample(logits)
+            try:
+                token = self.sampler.sample(logits)
+            except HeadraceError as error:
+                raise HeadraceError(f"{self.session.engine.checkpoint.path}: {error}") from None
             self.token_ids.append(token)
             yield token
             if token in self.stop_ids:

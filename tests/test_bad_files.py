@@ -27,6 +27,7 @@ from headrace.formats import open_checkpoint
 from headrace.formats.checkpoint import Checkpoint
 from headrace.formats.pack import pack_store
 from headrace.formats.store import wrap_manifest
+from headrace.text.tokenizer import load_tokenizer
 
 TINY = OLMOE.but(num_hidden_layers=1, num_experts=3, num_experts_per_tok=2, vocab_size=280)
 
@@ -510,6 +511,40 @@ def test_a_malformed_config(tmp_path, text):
 
 
 # ---- fuzz
+
+
+@pytest.mark.parametrize(
+    "file, change, message",
+    [
+        ("config.json", {"rms_norm_eps": 10**400}, "rms_norm_eps: expected a finite number"),
+        ("config.json", {"rope_theta": 1e-30, "rope_parameters": None}, "rope_theta of at least 1, found 1"),
+        ("config.json", {"rope_theta": 1e-320, "rope_parameters": None}, "rope_theta of at least 1, found 0"),
+        ("generation_config.json", {"temperature": 10**400}, "temperature: expected a finite number"),
+        ("generation_config.json", {"temperature": -1}, "a sampling default temperature of at least 0, found -1"),
+        ("generation_config.json", {"top_p": 0}, "a sampling default top_p above 0 and at most 1, found 0"),
+        ("generation_config.json", {"top_k": 2.5}, "a sampling default top_k that is a whole number, found 2.5"),
+    ],
+)
+def test_numbers_beyond_reason(tmp_path, file, change, message):
+    path = write_hf(tmp_path / "hf", TINY, random_weights(TINY), generation={"do_sample": True})
+    (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | change))
+    with pytest.raises(HeadraceError, match=message) as error:
+        open_checkpoint(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("value", [3, 0.5, "x", True])
+def test_token_types_that_are_no_list(tmp_path, value):
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        TINY,
+        random_weights(TINY),
+        vocabulary=True,
+        metadata={"tokenizer.ggml.token_type": value},
+    )
+    checkpoint = open_checkpoint(path)
+    with pytest.raises(HeadraceError, match="m.gguf: tokenizer.ggml.token_type: expected 280 types"):
+        load_tokenizer(checkpoint.tokenizer, checkpoint.config)
 
 
 def peak_kib() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -224,6 +225,85 @@ def test_store_damaged_anywhere_is_found_before_a_wrong_token(store, tmp_path):
     assert_one_line_error(headrace("run", missing, "-p", "abc"), "missing.store")
 
 
+def test_prompts_without_an_end(tmp_path):
+    assert_one_line_error(headrace("run", "tiny", "-f", "/dev/zero"), "/dev/zero", "bytes")
+    with open("/dev/zero") as zero:
+        assert_one_line_error(headrace("run", "tiny", stdin=zero), "standard input", "bytes")
+
+
+def test_a_prompt_far_too_long_takes_little_memory():
+    """8 MB would take 1.5 GB to tokenize as a whole."""
+    prlimit = ["prlimit", f"--as={1 << 30}"]
+    done = subprocess.run(
+        [*prlimit, *HEADRACE, "run", "tiny"], input="word " * 1_600_000, capture_output=True, text=True, check=False
+    )
+    assert_one_line_error(done, "prompt", "tokens")
+
+
+def test_threads_that_the_system_refuses():
+    done = headrace("run", "tiny", "-p", "x", "-t", 256, preexec_fn=lambda: limit_address_space(600 << 20))
+    assert_one_line_error(done, "thread", "-t")
+
+
+def limit_address_space(nbytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
+
+
+def test_a_working_directory_that_is_gone(tmp_path):
+    gone = tmp_path / "gone"
+    script = f"mkdir {gone} && cd {gone} && rmdir {gone} && exec {sys.executable} -m headrace pack tiny out.store"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, check=False)
+    assert_one_line_error(done)
+
+
+# ---- streams
+
+
+def in_shell(redirections: str, *args: str, **env: str) -> subprocess.CompletedProcess:
+    command = " ".join([*HEADRACE, *args])
+    return subprocess.run(
+        ["bash", "-c", f"{command} {redirections}"],
+        capture_output=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **env},
+    )
+
+
+SHORT = ("run", "tiny", "-p", "Hi", "-n", "4", "--temp", "0")
+
+
+def test_streams_that_the_caller_closed():
+    assert in_shell(">&-", *SHORT).returncode == 0
+    quiet = in_shell("2>&-", *SHORT)
+    assert quiet.returncode == 0 and b"tokens/s" not in quiet.stdout
+    report = in_shell("2>&-", *SHORT, "--json")
+    assert json.loads(report.stdout)["generated_tokens"] == 4
+    failed = in_shell("2>&-", "run", "/none.gguf", "-p", "x")
+    assert failed.returncode == 1 and failed.stdout == b""
+    no_prompt = in_shell("<&-", "run", "tiny")
+    assert no_prompt.returncode == 1 and no_prompt.stderr.count(b"\n") == 1
+    assert in_shell("<&- >&- 2>&-", *SHORT).returncode == 0
+
+
+def test_a_full_disk_under_standard_output():
+    for args in (SHORT, (*SHORT, "--json"), ("inspect", "tiny")):
+        done = in_shell(">/dev/full", *args)
+        assert done.returncode == 1
+        assert done.stderr.count(b"\n") == 1 and b"No space left" in done.stderr
+    assert in_shell("2>/dev/full", *SHORT).returncode == 1
+
+
+def test_text_that_the_terminal_cannot_show(tmp_path):
+    for encoding in ("ascii", "latin-1", "utf-8"):
+        done = in_shell("", *SHORT[:-1], "3", "-n", "200", "--seed", "5", PYTHONIOENCODING=encoding)
+        assert done.returncode == 0 and b"Traceback" not in done.stderr
+    name = os.fsdecode(bytes(tmp_path) + b"/\xff.store")
+    assert headrace("pack", "tiny", name).returncode == 0
+    assert headrace("verify", name, env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"}).returncode == 0
+
+
 def test_pack_refuses_an_existing_destination(gguf, store):
     assert_one_line_error(headrace("pack", gguf, store), str(store))
 
@@ -286,6 +366,47 @@ def test_ctrl_c_while_packing_leaves_nothing(tmp_path):
     left = sorted(p.name for p in tmp_path.iterdir())
     # It may have finished just before the signal.
     assert (status, left) in ((130, ["large.gguf"]), (0, ["large.gguf", "out.store"]))
+
+
+def test_ctrl_c_from_the_first_moment_on():
+    for after_ms in (20, 60, 100, 150, 200, 300, 400, 600):
+        process = subprocess.Popen(
+            [*HEADRACE, "bench", "tiny", "--repeat", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        time.sleep(after_ms / 1000)
+        process.send_signal(signal.SIGINT)
+        status, error = process.wait(timeout=30), process.stderr.read()
+        process.stderr.close()
+        if b"site" in error or status == -signal.SIGINT:  # the interpreter itself had not begun
+            continue
+        assert (status, error) == (130, b"")
+
+
+def stop_packing(tmp_path: Path, *signals: signal.Signals) -> int:
+    """Its status when it is sent these while it writes; it leaves nothing."""
+    import synth
+
+    source = tmp_path / "large.gguf"
+    synth.write_synthetic(source, synth.SHAPES["small"], layers=6)
+    process = subprocess.Popen([*HEADRACE, "pack", source, tmp_path / "out.store"], stderr=subprocess.PIPE)
+    while process.poll() is None and len(list(tmp_path.iterdir())) == 1:
+        time.sleep(0.01)
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.002)
+    status, error = process.wait(timeout=30), process.stderr.read()
+    process.stderr.close()
+    assert error == b""
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["large.gguf"] + ["out.store"] * (status == 0)
+    return status
+
+
+def test_ctrl_c_pressed_again_and_again_while_packing_leaves_nothing(tmp_path):
+    assert stop_packing(tmp_path, *[signal.SIGINT] * 30) in (130, 0)
+
+
+def test_being_told_to_end_while_packing_leaves_nothing(tmp_path):
+    assert stop_packing(tmp_path, signal.SIGTERM) in (128 + signal.SIGTERM, 0)
 
 
 def test_a_closed_pipe_is_not_an_error():

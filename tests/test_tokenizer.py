@@ -1,6 +1,7 @@
 """Tokenizers from tokenizer.json and from GGUF metadata, against `tokenizers` built directly."""
 
 import json
+import os
 import random
 
 import pytest
@@ -244,7 +245,7 @@ def test_tokenizer_config_names_bos_and_eos(reference, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert load_tokenizer(TokenizerSource(tokenizer_json=path), own).bos_token_id == 5
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(HeadraceError, match=r"tokenizer_config\.json: not JSON"):
+    with pytest.raises(HeadraceError, match=r"tokenizer_config\.json: not valid JSON"):
         load_tokenizer(TokenizerSource(tokenizer_json=path), config(1000))
 
 
@@ -277,11 +278,13 @@ def test_lone_surrogates_are_refused(metadata):
         ({"model": "llama"}, r"tokenizer.ggml.model: 'llama' is not supported; supported: 'gpt2'"),
         ({"pre": "llama-bpe"}, r"tokenizer.ggml.pre: 'llama-bpe' .* supported: 'olmo', 'qwen2'"),
         ({"pre": None}, r"tokenizer.ggml.pre: None is not supported"),
+        ({"pre": ["olmo"]}, r"tokenizer.ggml.pre: \['olmo'\] is not supported"),
+        ({"merges": ["x" * 5000]}, r"merges: entry 0 is 'xxx"),
         ({"tokens": None}, r"tokenizer.ggml.tokens: expected a list of strings, found nothing"),
         ({"tokens": [1, 2]}, r"tokenizer.ggml.tokens: expected a list of strings, found list"),
         ({"merges": None}, r"tokenizer.ggml.merges: expected a list of strings"),
         ({"merges": ["Ġ t", "abc"]}, r"merges: entry 1 is 'abc'"),
-        ({"merges": ["nothere neither"]}, r"GGUF tokenizer: not a usable tokenizer: .*nothere"),
+        ({"merges": ["nothere neither"]}, r"tokenizer: not a usable tokenizer: .*nothere"),
         ({"token_type": [1, 2]}, r"token_type: expected \d+ types, found 2"),
         ({"token_type": 1}, r"token_type: expected \d+ types, found int"),
         ({"eos_token_id": 10**6}, r"eos_token_id: expected an id below \d+, found 1000000"),
@@ -294,8 +297,45 @@ def test_bad_metadata_is_named(metadata, change, message):
         metadata[f"tokenizer.ggml.{name}"] = value
     rows = 10_000
     with pytest.raises(HeadraceError, match=message) as error:
-        load_tokenizer(TokenizerSource(gguf=metadata), config(rows))
-    assert "\n" not in str(error.value)
+        load_tokenizer(TokenizerSource(gguf=metadata, where="model.gguf"), config(rows))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+    assert str(error.value).startswith("model.gguf: ")
+
+
+def test_a_tokenizer_json_that_is_no_file_is_refused_at_once(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    os.mkfifo(path)
+    with pytest.raises(HeadraceError, match="tokenizer.json: expected a regular file"):
+        load_tokenizer(TokenizerSource(tokenizer_json=path), config(1000))
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(HeadraceError, match="tokenizer.json: expected a regular file"):
+        load_tokenizer(TokenizerSource(tokenizer_json=path), config(1000))
+
+
+@pytest.mark.parametrize(
+    "settings", [b"[" * 100_000, b'{"bos_token": ' + b"9" * 5000 + b"}", b'{"bos_token": "\\ud800"}', b"\xff", b"[]"]
+)
+def test_hostile_settings_beside_a_tokenizer(reference, tmp_path, settings):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(reference.to_str(), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_bytes(settings)
+    source = TokenizerSource(tokenizer_json=path)
+    if b"ud800" in settings:  # a text that no vocabulary holds
+        assert load_tokenizer(source, config(1000)).bos_token_id is None
+        return
+    with pytest.raises(HeadraceError, match="tokenizer_config.json"):
+        load_tokenizer(source, config(1000))
+
+
+@pytest.mark.parametrize(
+    "other", ["[1]", '["a"]', "[" * 5000 + "]" * 5000, '[{"id": 1}]', '[{"content": [], "id": 1}]']
+)
+def test_another_key_named_added_tokens(reference, tmp_path, other):
+    path = tmp_path / "tokenizer.json"
+    path.write_text('{"x": {"added_tokens": ' + other + "}, " + reference.to_str()[1:], encoding="utf-8")
+    with pytest.raises(HeadraceError, match="tokenizer.json: not a usable tokenizer"):
+        load_tokenizer(TokenizerSource(tokenizer_json=path), config(1000))
 
 
 def test_a_merge_that_looks_like_a_header_is_kept():
@@ -429,7 +469,7 @@ def test_ids_outside_the_vocabulary_are_refused(metadata):
 
 def test_missing_and_unreadable_files_are_named(tmp_path):
     path = tmp_path / "tokenizer.json"
-    with pytest.raises(HeadraceError, match=r"tokenizer\.json: No such file"):
+    with pytest.raises(HeadraceError, match=r"tokenizer\.json: no such file"):
         load_tokenizer(TokenizerSource(tokenizer_json=path), config(1000))
     path.write_bytes(b'{"model": "\xff"}')
     with pytest.raises(HeadraceError, match="byte 11 is not UTF-8"):

@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <optional>
@@ -93,7 +94,11 @@ void run_pass(Executor& executor, Vector<int32_t> tokens, Vector<uint32_t> seque
 }
 
 nb::dict op_seconds(const Executor& executor) {
-  const auto ns = executor.op_ns();
+  std::array<uint64_t, kNumOps> ns;
+  {
+    nb::gil_scoped_release release;  // it waits for a running pass, which asks for the GIL now and then
+    ns = executor.op_ns();
+  }
   nb::dict out;
   for (uint32_t i = 0; i < kNumOps; ++i) out[kOps[i].name] = static_cast<double>(ns[i]) * 1e-9;
   return out;

@@ -1,11 +1,14 @@
 #include "executor/thread_pool.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
 #include <exception>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -52,6 +55,7 @@ struct ThreadPool::Impl {
   const std::function<void(uint32_t, uint32_t, uint32_t)>* fn = nullptr;
   uint32_t count = 0, grain = 1, num_threads = 1;
 
+  const pid_t pid = getpid();
   std::mutex error_mutex;
   std::exception_ptr error;
   std::vector<std::thread> workers;
@@ -96,6 +100,13 @@ struct ThreadPool::Impl {
       }
     }
   }
+
+  void stop_and_join() {
+    stopping.store(true, std::memory_order_release);
+    state.fetch_add(kJob, std::memory_order_acq_rel);
+    state.notify_all();
+    for (std::thread& worker : workers) worker.join();
+  }
 };
 
 ThreadPool::ThreadPool(uint32_t num_threads) : impl_(new Impl) {
@@ -103,14 +114,23 @@ ThreadPool::ThreadPool(uint32_t num_threads) : impl_(new Impl) {
     throw Error("thread pool: " + std::to_string(num_threads) + " threads, expected 1 to " +
                 std::to_string(kMaxThreads));
   impl_->num_threads = num_threads;
-  for (uint32_t t = 1; t < num_threads; ++t) impl_->workers.emplace_back([impl = impl_.get(), t] { impl->worker(t); });
+  impl_->workers.reserve(num_threads);
+  try {
+    for (uint32_t t = 1; t < num_threads; ++t)
+      impl_->workers.emplace_back([impl = impl_.get(), t] { impl->worker(t); });
+  } catch (const std::system_error& e) {
+    impl_->stop_and_join();
+    throw Error("thread pool: the system refused thread " + std::to_string(impl_->workers.size() + 1) + " of " +
+                std::to_string(num_threads) + ": " + e.what() + "; use fewer threads (-t)");
+  }
 }
 
 ThreadPool::~ThreadPool() {
-  impl_->stopping.store(true, std::memory_order_release);
-  impl_->state.fetch_add(Impl::kJob, std::memory_order_acq_rel);
-  impl_->state.notify_all();
-  for (std::thread& worker : impl_->workers) worker.join();
+  if (getpid() == impl_->pid) {
+    impl_->stop_and_join();
+  } else {
+    (void)impl_.release();  // in a forked child the threads do not exist, and their handles must not be touched
+  }
 }
 
 uint32_t ThreadPool::size() const { return impl_->num_threads; }

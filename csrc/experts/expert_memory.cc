@@ -1,5 +1,7 @@
 #include "experts/expert_memory.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -68,6 +70,7 @@ uint32_t count_experts(const ExpertSource& source) {
 struct ExpertMemory::Impl {
   using Status = Lease::Status;
 
+  const pid_t pid = getpid();
   SourceFiles files;
   const ExpertSource source;
   std::vector<uint32_t> first_expert;  // [layer]
@@ -446,7 +449,10 @@ struct ExpertMemory::Impl {
 
 ExpertMemory::ExpertMemory(ExpertSource source, ExpertMemoryOptions options)
     : impl_(std::make_unique<Impl>(std::move(source), options)) {}
-ExpertMemory::~ExpertMemory() = default;
+ExpertMemory::~ExpertMemory() {
+  // In a forked child the loader's threads do not exist, and what they waited on cannot be destroyed.
+  if (getpid() != impl_->pid) (void)impl_.release();
+}
 
 const ExpertSource& ExpertMemory::source() const { return impl_->source; }
 

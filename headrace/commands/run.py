@@ -18,7 +18,9 @@ from headrace.sizes import format_size
 from headrace.text.sampling import sampler_from_defaults
 from headrace.text.stop import stop_token_ids
 from headrace.text.stream import TextStream
-from headrace.text.tokenizer import load_tokenizer
+from headrace.text.tokenizer import Tokenizer, load_tokenizer
+
+_PIECE_CHARS = 32 << 10
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,17 @@ def run(options: RunOptions) -> None:
         top_p=options.top_p,
         seed=options.seed,
     )
+    limit = checkpoint.config.max_position_embeddings
+    _refuse_far_too_long(tokenizer, options.prompt, limit)
     if template and not options.raw:
         from headrace.text.chat import encode_chat  # Jinja costs 5 MiB
 
-        prompt_ids = encode_chat(tokenizer, template, [{"role": "user", "content": options.prompt}])
+        messages = [{"role": "user", "content": options.prompt}]
+        prompt_ids = encode_chat(tokenizer, template, messages, where=f"{checkpoint.path}: chat template")
     else:
         prompt_ids = tokenizer.encode(options.prompt)
     if not prompt_ids:
         raise HeadraceError("the prompt is empty; give some text")
-    limit = checkpoint.config.max_position_embeddings
     context = options.context or min(len(prompt_ids) + options.max_tokens, limit)
     if len(prompt_ids) > context:
         raise HeadraceError(
@@ -114,6 +118,20 @@ def run(options: RunOptions) -> None:
             sys.stdout.write(pieces[-1] + "\n")
             sys.stdout.flush()
             print(figures_line(report, session), file=sys.stderr)
+
+
+def _refuse_far_too_long(tokenizer: Tokenizer, prompt: str, limit: int) -> None:
+    """Tokenizing takes some 200 bytes of memory a byte, so this is told from pieces first.
+
+    Cutting a text adds a few tokens where it cuts; it never doubles them.
+    """
+    num_tokens = 0
+    for begin in range(0, len(prompt), _PIECE_CHARS):
+        num_tokens += len(tokenizer.encode(prompt[begin : begin + _PIECE_CHARS], add_special_tokens=False))
+        if num_tokens > 2 * limit + _PIECE_CHARS:
+            raise HeadraceError(
+                f"the prompt has more than {num_tokens // 2} tokens, the model's limit is {limit}; shorten the prompt"
+            )
 
 
 def session_report(session: Session) -> dict[str, Any]:

@@ -98,12 +98,14 @@ class TokenizerSource:
     """Where the tokenizer comes from; text/tokenizer.py turns it into a Tokenizer.
 
     Exactly one of: tokenizer_json (a Hugging Face directory or a store), or gguf (the tokenizer.*
-    metadata of a GGUF), or neither (a checkpoint without vocabulary: token ids only).
+    metadata of a GGUF), or neither (a checkpoint without vocabulary: token ids only). where: what
+    errors call the GGUF.
     """
 
     tokenizer_json: Path | None = None
     gguf: dict[str, object] | None = None
     chat_template: str | None = None
+    where: str = "GGUF"
 
 
 @dataclass(frozen=True)

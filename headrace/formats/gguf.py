@@ -313,4 +313,4 @@ def _tokenizer(header: _Header, config: ModelConfig) -> TokenizerSource:
                 continue
             value = value.tolist()
         entries[key] = value
-    return TokenizerSource(gguf=entries, chat_template=template)
+    return TokenizerSource(gguf=entries, chat_template=template, where=str(header.path))

@@ -315,7 +315,7 @@ def _tokenizer_files(checkpoint: Checkpoint) -> Iterator[tuple[str, Iterator[byt
     through."""
     tokenizer = checkpoint.tokenizer
     if tokenizer.gguf is not None:
-        text = tokenizer_json_from_gguf(tokenizer.gguf).encode()
+        text = tokenizer_json_from_gguf(tokenizer.gguf, tokenizer.where).encode()
         yield TOKENIZER, iter([text])
     elif tokenizer.tokenizer_json is not None:
         yield TOKENIZER, _pieces(tokenizer.tokenizer_json)

@@ -4,9 +4,11 @@ from."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import numpy as np
 
 from headrace.errors import HeadraceError
 from headrace.models.fields import Fields, shown
@@ -104,7 +106,7 @@ class ModelConfig:
         ]
         tokens = metadata.get("tokenizer.ggml.tokens")
         types = metadata.get("tokenizer.ggml.token_type")
-        if isinstance(tokens, list) and types is not None and len(types) == len(tokens):
+        if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
             eos += [i for i, token in enumerate(tokens) if token in _END_TOKENS and types[i] == _CONTROL_TOKEN]
         generation = {}
         sampling = (("temp", "temperature"), ("top_p", "top_p"), ("top_k", "top_k"))
@@ -261,7 +263,19 @@ class ModelConfig:
         for name in ("rms_norm_eps", "rope_theta"):
             value = struct.unpack("<f", struct.pack("<f", getattr(self, name)))[0]
             object.__setattr__(self, name, value)
+        # Below 1 the frequencies would grow without bound instead of falling.
+        require(self.rope_theta >= 1, "a rope_theta of at least 1", str(self.rope_theta))
+        for name, holds, expected in _SAMPLING:
+            value = self.generation.get(name)
+            require(value is None or holds(value), f"a sampling default {name} {expected}", str(value))
         return self
+
+
+_SAMPLING: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("temperature", lambda t: t >= 0, "of at least 0"),
+    ("top_p", lambda p: 0 < p <= 1, "above 0 and at most 1"),
+    ("top_k", lambda k: k >= 0 and k == int(k), "that is a whole number"),
+)
 
 
 def _token_ids(fields: Fields, key: str) -> list[int]:

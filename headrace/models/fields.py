@@ -51,9 +51,13 @@ class Fields:
         value = self._take(key, default, "a number")
         if value is default:
             return value
-        if type(value) not in (int, float) or not math.isfinite(value):
+        try:
+            number = float(value) if type(value) in (int, float) else math.nan
+        except OverflowError:  # an integer beyond any float
+            number = math.inf
+        if not math.isfinite(number):
             raise self.wrong(key, "a finite number")
-        return float(value)
+        return number
 
     def positive(self, key: str, default: Any = _REQUIRED) -> Any:
         value = self.number(key, default)

@@ -74,12 +74,14 @@ def render_chat(
     add_generation_prompt: bool = True,
     bos_token: str | None = None,
     eos_token: str | None = None,
+    where: str = "chat template",
     **variables: Any,
 ) -> str:
     """The text of a conversation, ready to be encoded without further special tokens.
 
     messages: dicts with "role" and "content". `variables` are the template's own (enable_thinking,
-    tools). Raises HeadraceError for a template that does not parse or that refuses the messages.
+    tools). where: what errors call the template. Raises HeadraceError for a template that does not
+    parse or that refuses the messages.
     """
     names = {"bos_token": bos_token, "eos_token": eos_token}
     variables = {
@@ -95,9 +97,9 @@ def render_chat(
             .render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
         )
     except jinja2.TemplateSyntaxError as error:
-        raise HeadraceError(f"chat template: line {error.lineno}: {_one_line(error)}") from None
+        raise HeadraceError(f"{where}: line {error.lineno}: {_one_line(error)}") from None
     except Exception as error:  # a template is a program of the checkpoint and can fail in any way
-        raise HeadraceError(f"chat template: {_one_line(error)}") from None
+        raise HeadraceError(f"{where}: {_one_line(error)}") from None
 
 
 def encode_chat(

@@ -20,7 +20,10 @@ import tokenizers
 
 from headrace.errors import HeadraceError
 from headrace.formats.checkpoint import TokenizerSource
+from headrace.formats.header import read_small
+from headrace.formats.safetensors import read_json
 from headrace.models.config import ModelConfig
+from headrace.models.fields import shown
 
 # GGUF names a pre-tokenizer and not its regex. Both families also normalize to NFC in their
 # tokenizer.json, which GGUF does not record.
@@ -160,14 +163,16 @@ def load_tokenizer(source: TokenizerSource, config: ModelConfig) -> Tokenizer | 
         bos_token = settings.get("bos_token", bos_token)
         eos_tokens.insert(0, settings.get("eos_token"))
     elif source.gguf is not None and source.gguf.get("tokenizer.ggml.model", "none") != "none":
-        where = "GGUF tokenizer"
+        where = f"{source.where}: tokenizer"
+        text = tokenizer_json_from_gguf(source.gguf, source.where)
         num_tokens = len(_strings(source.gguf, "tokenizer.ggml.tokens"))
         if num_tokens > config.vocab_size:
             raise HeadraceError(
                 f"{where}: {num_tokens} tokens, but the embedding table has {config.vocab_size} "
                 "rows; tokenizer and weights belong to different models"
             )
-        backend = _parse(tokenizer_json_from_gguf(source.gguf), where)
+        backend = _parse(text, where)
+        del text
         bos_token = _id(source.gguf, "bos_token_id") if bos_token is None else bos_token
         eos_tokens += _end_ids(source.gguf)
     else:
@@ -181,36 +186,49 @@ def load_tokenizer(source: TokenizerSource, config: ModelConfig) -> Tokenizer | 
         )
 
     def token_id(token: object) -> int | None:
-        return backend.token_to_id(token) if isinstance(token, str) else token  # type: ignore
+        try:
+            return backend.token_to_id(token) if isinstance(token, str) else token  # type: ignore
+        except UnicodeEncodeError:  # half a surrogate pair: in no vocabulary
+            return None
 
     bos_id = token_id(bos_token)
     if bos_id is not None and not 0 <= bos_id < config.vocab_size:
-        raise HeadraceError(f"config: bos_token_id {bos_id} is outside the vocabulary of {config.vocab_size}")
+        raise HeadraceError(f"{where}: bos_token_id {bos_id} is outside the vocabulary of {config.vocab_size}")
     eos_ids = [i for token in eos_tokens if (i := token_id(token)) is not None]
     added = backend.get_added_tokens_decoder()
     eos_ids += [i for i, token in added.items() if token.special and token.content in _END_TOKENS]
     return Tokenizer(backend, vocab_size, bos_id, eos_ids)
 
 
-def tokenizer_json_from_gguf(metadata: dict[str, object]) -> str:
+def tokenizer_json_from_gguf(metadata: dict[str, object], where: str = "GGUF") -> str:
     """The tokenizer.json (ASCII) of a GGUF's `tokenizer.*` metadata: full keys, Python values.
 
     Control and user-defined tokens become added tokens, found in text before the merges apply, the
-    former special. Unused tokens, which pad the table, are left out.
+    former special. Unused tokens, which pad the table, are left out. where: what errors call it.
     """
+    try:
+        return _tokenizer_json(metadata)
+    except HeadraceError as error:
+        raise HeadraceError(f"{where}: {error}") from None
+
+
+def _tokenizer_json(metadata: dict[str, object]) -> str:
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
-        raise HeadraceError(f"tokenizer.ggml.model: {model!r} is not supported; supported: 'gpt2' (byte-level BPE)")
+        raise HeadraceError(
+            f"tokenizer.ggml.model: {shown(model)} is not supported; supported: 'gpt2' (byte-level BPE)"
+        )
     pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in _PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
         supported = ", ".join(map(repr, _PRE_TOKENIZERS))
-        raise HeadraceError(f"tokenizer.ggml.pre: {pre!r} is not supported; supported: {supported}")
+        raise HeadraceError(f"tokenizer.ggml.pre: {shown(pre)} is not supported; supported: {supported}")
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     merges = _strings(metadata, "tokenizer.ggml.merges")
     types = _token_types(metadata, len(tokens))
     _check_unique(tokens, types)
 
     special = {_CONTROL, _UNKNOWN}
+    _id(metadata, "bos_token_id")  # refused here if it is wrong, whatever uses it
     ends = set(_end_ids(metadata))
     added = [
         # GGUF drops the other flags; neither family sets them.
@@ -268,7 +286,9 @@ def _checked_merges(merges: Sequence[str]) -> Iterator[str | list[str]]:
     for rank, merge in enumerate(merges):
         pair = merge.split(" ")
         if len(pair) != 2 or not all(pair):
-            raise HeadraceError(f"tokenizer.ggml.merges: entry {rank} is {merge!r}; expected two tokens and a space")
+            raise HeadraceError(
+                f"tokenizer.ggml.merges: entry {rank} is {shown(merge)}; expected two tokens and a space"
+            )
         yield pair if in_pairs else merge
 
 
@@ -300,7 +320,7 @@ def _check_unique(tokens: Sequence[str], types: Sequence[int]) -> None:
     first: dict[str, int] = {}
     for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind != _UNUSED and first.setdefault(token, token_id) != token_id:
-            raise HeadraceError(f"tokenizer.ggml.tokens: tokens {first[token]} and {token_id} are both {token!r}")
+            raise HeadraceError(f"tokenizer.ggml.tokens: tokens {first[token]} and {token_id} are both {shown(token)}")
 
 
 def _id(metadata: dict[str, object], name: str) -> int | None:
@@ -311,7 +331,7 @@ def _id(metadata: dict[str, object], name: str) -> int | None:
         return None
     num_tokens = len(metadata["tokenizer.ggml.tokens"])  # type: ignore[arg-type]
     if not isinstance(value, int) or not 0 <= value < num_tokens:
-        raise HeadraceError(f"{key}: expected an id below {num_tokens}, found {value!r}")
+        raise HeadraceError(f"{key}: expected an id below {num_tokens}, found {shown(value)}")
     return value
 
 
@@ -350,12 +370,7 @@ def _post_processor(metadata: dict[str, object], tokens: Sequence[str]) -> dict[
 
 def _read(path: Path) -> str:
     try:
-        size_bytes = path.stat().st_size
-        if size_bytes > _MAX_JSON_BYTES:
-            raise HeadraceError(f"{path}: {size_bytes} bytes; a tokenizer.json has at most {_MAX_JSON_BYTES}")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise HeadraceError(f"{path}: {error.strerror}") from None
+        return read_small(path, _MAX_JSON_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise HeadraceError(f"{path}: byte {error.start} is not UTF-8") from None
 
@@ -364,12 +379,7 @@ def _tokenizer_config(path: Path) -> dict[str, str | None]:
     """The texts of BOS and EOS in a Hugging Face directory, None for none, absent if not said."""
     if not path.is_file():
         return {}
-    try:
-        settings = json.loads(_read(path))
-    except ValueError as error:
-        raise HeadraceError(f"{path}: not JSON: {error}") from None
-    if not isinstance(settings, dict):
-        raise HeadraceError(f"{path}: expected a JSON object, found {type(settings).__name__}")
+    settings = read_json(path)
     texts = {}
     for key in settings.keys() & {"bos_token", "eos_token"}:
         value = settings[key]
@@ -406,12 +416,15 @@ def _parse(text: str, where: str) -> tokenizers.Tokenizer:
 def _check_added_ids(backend: tokenizers.Tokenizer, text: str, where: str) -> None:
     """`tokenizers` silently renumbers an added token whose id is not the next one."""
     start = re.search(r'"added_tokens"\s*:\s*(?=\[)', text)
-    entries = json.JSONDecoder().raw_decode(text, start.end())[0] if start else []
-    for entry in entries:
-        found = backend.token_to_id(entry["content"])
-        if found != entry["id"]:
+    try:
+        entries = json.JSONDecoder().raw_decode(text, start.end())[0] if start else []
+        places = [(entry["content"], entry["id"], backend.token_to_id(entry["content"])) for entry in entries]
+    except (ValueError, TypeError, KeyError, RecursionError):  # a key of that name in another place
+        raise HeadraceError(f"{where}: not a usable tokenizer: added_tokens are not what they should be") from None
+    for content, token_id, found in places:
+        if found != token_id:
             raise HeadraceError(
-                f"{where}: added token {entry['content']!r} has id {entry['id']}, but its place in "
+                f"{where}: added token {shown(content)} has id {shown(token_id)}, but its place in "
                 f"the vocabulary is {found}"
             )
 

@@ -1,0 +1,217 @@
+"""Engine and Session as a library: several sessions and threads, failures in between, misuse."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import OLMOE, random_weights, write_gguf
+
+from headrace import _core
+from headrace.engine import Engine, EngineOptions
+from headrace.errors import HeadraceError
+from headrace.formats import open_checkpoint
+
+SPEC = OLMOE.but(num_hidden_layers=3, vocab_size=50)
+PROMPTS = [np.random.default_rng(i).integers(0, SPEC.vocab_size, 5 + 7 * i).tolist() for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("engine") / "model.gguf"
+    return write_gguf(path, SPEC, random_weights(SPEC), dtype="Q4_0")
+
+
+def load(gguf: Path, **options) -> Engine:
+    return Engine(open_checkpoint(gguf), EngineOptions(context=64, num_threads=2, **options))
+
+
+@pytest.fixture(scope="module")
+def expected(gguf) -> list[np.ndarray]:
+    """Logits after each prompt, each in an engine of its own."""
+    out = []
+    for prompt in PROMPTS:
+        with load(gguf) as engine:
+            out.append(engine.session().prefill(prompt).copy())
+    return out
+
+
+def test_logits_of_one_session_survive_a_pass_of_another(gguf, expected):
+    with load(gguf, sessions=len(PROMPTS)) as engine:
+        logits = [engine.session().prefill(prompt) for prompt in PROMPTS]
+        assert all(np.array_equal(a, b) for a, b in zip(logits, expected, strict=True))
+
+
+def test_threads_may_use_one_engine(gguf, expected):
+    """Each with its own session, while another resizes the arena, reads figures and opens sessions in vain."""
+    with load(gguf, sessions=len(PROMPTS)) as engine:
+        wrong: list[object] = []
+        done = threading.Event()
+
+        def converse(i: int) -> None:
+            try:
+                session = engine.session()
+                for _ in range(15):
+                    if not np.array_equal(session.prefill(PROMPTS[i]), expected[i]):
+                        wrong.append(i)
+                    session.rollback(0)
+                session.close()
+            except BaseException as error:
+                wrong.append(error)
+
+        def disturb() -> None:
+            while not done.is_set():
+                engine._executor.op_seconds  # noqa: B018
+                engine.counters()
+                engine.report()
+                gc.collect()
+
+        threads = [threading.Thread(target=converse, args=(i,)) for i in range(len(PROMPTS))]
+        other = threading.Thread(target=disturb)
+        other.start()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        done.set()
+        other.join()
+        assert wrong == []
+
+
+def test_closing_an_engine_waits_for_the_pass_and_ends_its_sessions(gguf):
+    engine = load(gguf, sessions=2)
+    session, idle = engine.session(), engine.session()
+    errors: list[Exception] = []
+
+    def converse() -> None:
+        try:
+            while True:
+                session.prefill(PROMPTS[3])
+                session.rollback(0)
+        except HeadraceError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=converse)
+    thread.start()
+    engine.close()
+    thread.join()
+    engine.close()
+    assert "closed" in str(errors[0])
+    for call in (lambda: idle.step(1), engine.session, lambda: idle.prefill([1])):
+        with pytest.raises(HeadraceError, match="closed"):
+            call()
+    idle.close()
+    session.close()
+
+
+def test_a_closed_session_does_not_touch_the_one_that_took_its_place(gguf, expected):
+    with load(gguf) as engine:
+        old = engine.session()
+        old.prefill(PROMPTS[0])
+        old.close()
+        old.close()
+        new = engine.session()
+        new.prefill(PROMPTS[1][:3])
+        for call in (lambda: old.rollback(0), lambda: old.length, lambda: old.step(1)):
+            with pytest.raises(HeadraceError, match="closed"):
+                call()
+        assert np.array_equal(new.prefill(PROMPTS[1][3:]), expected[1])
+        with pytest.raises(HeadraceError, match="sessions"):
+            engine.session()
+
+
+def test_a_prompt_that_fails_in_its_second_pass_leaves_nothing(gguf, expected, monkeypatch):
+    with load(gguf, max_rows=8) as engine:
+        session = engine.session()
+        run, calls = engine._executor.run, []
+
+        class Failing:
+            def run(self, *args: object) -> None:
+                calls.append(1)
+                if len(calls) == 2:
+                    raise HeadraceError("a failed read")
+                run(*args)
+
+        monkeypatch.setattr(engine, "_executor", Failing())
+        for call in (session.prefill, session.verify):
+            calls.clear()
+            with pytest.raises(HeadraceError, match="a failed read"):
+                call(PROMPTS[2])
+            assert session.length == 0
+        assert np.array_equal(session.prefill(PROMPTS[2]), expected[2])
+
+
+def test_interrupts_in_the_middle_leave_a_session_as_it_was(gguf, expected):
+    """A storm of signals whose handler raises, on the main thread, where Python runs handlers."""
+
+    def handler(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    with load(gguf) as engine:
+        session = engine.session()
+        before = signal.signal(signal.SIGALRM, handler)
+        interrupted = 0
+        try:
+            for i in range(60):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.0002 + 0.0004 * (i % 10))
+                    session.prefill(PROMPTS[3])
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    interrupted += 1
+                session.rollback(0)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert interrupted > 0
+        assert np.array_equal(session.prefill(PROMPTS[3]), expected[3])
+
+
+def test_a_forked_child_is_refused_instead_of_hanging(gguf, expected):
+    with load(gguf) as engine:
+        session = engine.session()
+        session.prefill(PROMPTS[0])
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            status = 1
+            try:
+                session.step(1)
+            except HeadraceError as error:
+                status = 0 if "fork" in str(error) else 2
+            finally:
+                del session
+                engine.close()
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+        session.rollback(0)
+        assert np.array_equal(session.prefill(PROMPTS[1]), expected[1])
+
+
+def test_engines_come_and_go_without_leaving_anything(gguf):
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        _core.release_free_memory()
+        rss = int(Path("/proc/self/statm").read_text().split()[1])
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), rss
+
+    def cycle(close: bool) -> None:
+        engine = load(gguf, sessions=2)
+        session = engine.session()
+        session.prefill(PROMPTS[1])
+        if close:
+            engine.close()
+
+    for i in range(5):
+        cycle(close=i % 2 == 0)
+    fds, threads, pages = held()
+    for i in range(16):
+        cycle(close=i % 2 == 0)
+    after = held()
+    assert after[:2] == (fds, threads)
+    assert after[2] - pages < 512  # 2 MiB: less than 16 leaked engines hold
