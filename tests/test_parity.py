@@ -5,6 +5,8 @@ Float32 weights, float32 keys and values; tolerance as in test_golden.py. Betwee
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
 from pathlib import Path
 
 import checkpoints
@@ -158,3 +160,20 @@ def test_float16_keys_and_values_cost_no_more_than_their_rounding(family, tmp_pa
     logits = engine_logits(tiny_random.write(family, tmp_path / "hf"), DType.F16)
     difference = np.abs(logits - golden).max() / golden.std()
     assert 1e-5 < difference < 1e-2  # they are rounded, and only they
+
+
+def test_another_librarys_rounding_mode_changes_no_bit(tmp_path):
+    libm = ctypes.CDLL(ctypes.util.find_library("m"))
+    upward = 0x800  # FE_UPWARD on x86
+    checkpoint = open_checkpoint(tiny_random.write("olmoe", tmp_path / "hf"))
+    with Engine(checkpoint, EngineOptions(context=N, max_out_rows=N, num_threads=2)) as engine:
+        logits = []
+        for mode in (0, upward):
+            session = engine.session()
+            assert libm.fesetround(mode) == 0
+            try:
+                logits.append(session.verify(IDS[:N]).tobytes())
+            finally:
+                libm.fesetround(0)
+            session.close()
+    assert logits[0] == logits[1]

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <chrono>
 #include <mutex>
 #include <string>
@@ -55,6 +56,19 @@ void check_shape(const Program& program, const Pass& pass) {
       throw Error("pass: state " + str(i) + " is given twice");
   }
 }
+
+// Round to nearest, subnormals kept, whatever another library set for the calling thread: the bits depend on it.
+class DefaultFloatMode {
+ public:
+  DefaultFloatMode() {
+    std::fegetenv(&before_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloatMode() { std::fesetenv(&before_); }
+
+ private:
+  std::fenv_t before_;
+};
 
 }  // namespace
 
@@ -130,6 +144,7 @@ Executor::~Executor() = default;
 
 void Executor::run(const Pass& pass) {
   std::lock_guard lock(impl_->mutex);
+  const DefaultFloatMode mode;
   impl_->run(pass);
 }
 

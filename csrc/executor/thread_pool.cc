@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <exception>
 #include <mutex>
 #include <string>
@@ -79,6 +80,7 @@ struct ThreadPool::Impl {
   }
 
   void worker(uint32_t thread) {
+    std::fesetenv(FE_DFL_ENV);  // a thread inherits its maker's rounding mode
     uint32_t seen = state.load(std::memory_order_acquire);
     while (!stopping.load(std::memory_order_acquire)) {
       if (!(seen & kOpen)) {
