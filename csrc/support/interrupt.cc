@@ -14,6 +14,7 @@ void exit_on_interrupt(bool on) {
     struct sigaction action = {};
     action.sa_handler = [](int) { _exit(130); };
     sigaction(SIGINT, &action, &before);
+    if (before.sa_handler == SIG_IGN) sigaction(SIGINT, &before, nullptr);  // as a shell's background jobs are started
   } else {
     sigaction(SIGINT, &before, nullptr);
   }
