@@ -21,7 +21,9 @@ import numpy as np
 PIECE_BYTES = 8 << 20
 DTYPES = ("F32", "F16", "BF16", "Q4_0", "Q8_0")
 STD = 0.02  # of weights, as after training
-ROUTER_STD = 0.1  # so that the chosen experts vary from token to token
+# Embeddings that outweigh what layers add, and sharp routers: so each random token goes to experts of its own.
+EMBEDDING_STD = 1.0
+ROUTER_STD = 0.1
 
 
 @dataclass(frozen=True)
@@ -132,20 +134,27 @@ def _values(name: str, dtype: str, count: int, rng: np.random.Generator) -> Iter
     per_block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[dtype]]
     num_blocks = count // per_block
     step = PIECE_BYTES // block_bytes
+    std = {"token_embd.weight": EMBEDDING_STD}.get(name, ROUTER_STD if "ffn_gate_inp" in name else STD)
     for begin in range(0, num_blocks, step):
         n = min(step, num_blocks - begin)
         if dtype in ("Q4_0", "Q8_0"):
-            # Uniform codes have a standard deviation of 4.61 and of 73.9.
-            scale = np.array([STD / (4.61 if dtype == "Q4_0" else 73.9)], "<f2").view(np.uint8)
-            blocks = rng.integers(0, 256, (n, block_bytes), np.uint8)
-            blocks[:, :2] = scale
+            # Codes are symmetric about zero: a mean, however small, would add up over a row to a direction that all
+            # tokens share, and they would all be routed alike. Standard deviations: of -7..7 and -127..127.
+            blocks = np.empty((n, block_bytes), np.uint8)
+            blocks[:, :2] = np.array([std / (4.32 if dtype == "Q4_0" else 73.3)], "<f2").view(np.uint8)
+            codes = blocks[:, 2:]
+            if dtype == "Q4_0":
+                codes[:] = rng.integers(1, 16, codes.shape, np.uint8)
+                codes |= rng.integers(1, 16, codes.shape, np.uint8) << 4
+            else:
+                codes[:] = rng.integers(-127, 128, codes.shape, np.int8).view(np.uint8)
             yield blocks
             continue
         values = rng.standard_normal(n, np.float32)
         if name.endswith("_norm.weight"):
             values = 1 + np.float32(0.1) * values
         else:
-            values *= np.float32(ROUTER_STD if "ffn_gate_inp" in name else STD)
+            values *= np.float32(std)
         if dtype == "BF16":
             yield (values.view(np.uint32) >> 16).astype("<u2")
         else:

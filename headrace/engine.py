@@ -27,7 +27,7 @@ from headrace.models.blocks import INV_FREQ, ROUTE_CAPACITY, inverse_frequencies
 from headrace.models.families import build_graph
 from headrace.program import Program, compile_graph, plan_buffers
 
-LOADER_THREADS = 2
+LOADER_THREADS = 4  # fewer leave the disk idle while one of them computes a checksum
 # The arena is lowered when less than this is left under the budget.
 DRIFT_MARGIN_BYTES = 2 * MIB
 # Sampling works on float64 copies of the logits and on index arrays: at most this many bytes a vocabulary entry.

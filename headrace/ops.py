@@ -152,6 +152,7 @@ def cpp_header() -> str:
     """The table as csrc/executor/op_table.h."""
     lines = [
         "// Printed by `python -m headrace.ops` from headrace/ops.py. Do not edit.",
+        "// clang-format off",
         "#pragma once",
         "",
         "#include <cstdint>",

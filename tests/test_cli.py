@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import checkpoints
@@ -320,22 +322,35 @@ def test_full_disk_while_packing_leaves_nothing(gguf, tmp_path):
 # ---- interruption and pipes
 
 
+@contextmanager
+def start(args: list[object]) -> Iterator[subprocess.Popen]:
+    """A running command that has the terminal's signals, whatever this process was started with."""
+    process = subprocess.Popen(
+        [*HEADRACE, *map(str, args)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def interrupt(args: list[object], after_s: float, wait_for_output: bool) -> tuple[int, float]:
     """Starts a command, sends SIGINT, and returns its status and the seconds until it ended."""
-    process = subprocess.Popen(
-        [*HEADRACE, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
-    )
-    if wait_for_output:
-        process.stdout.read(1)
-    time.sleep(after_s)
-    assert process.poll() is None, process.stderr.read()
-    start = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    status = process.wait(timeout=30)
-    seconds = time.monotonic() - start
-    assert b"Traceback" not in process.stderr.read()
-    process.stdout.close()
-    process.stderr.close()
+    with start(args) as process:
+        if wait_for_output:
+            process.stdout.read(1)
+        time.sleep(after_s)
+        assert process.poll() is None, process.stderr.read()
+        begin = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        status = process.wait(timeout=30)
+        seconds = time.monotonic() - begin
+        assert b"Traceback" not in process.stderr.read()
     return status, seconds
 
 
@@ -356,13 +371,12 @@ def test_ctrl_c_while_packing_leaves_nothing(tmp_path):
 
     source = tmp_path / "large.gguf"
     synth.write_synthetic(source, synth.SHAPES["small"], layers=6)
-    process = subprocess.Popen([*HEADRACE, "pack", source, tmp_path / "out.store"], stderr=subprocess.PIPE)
-    while process.poll() is None and len(list(tmp_path.iterdir())) == 1:
-        time.sleep(0.01)  # until it has begun to write
-    process.send_signal(signal.SIGINT)
-    status = process.wait(timeout=30)
-    assert b"Traceback" not in process.stderr.read()
-    process.stderr.close()
+    with start(["pack", source, tmp_path / "out.store"]) as process:
+        while process.poll() is None and len(list(tmp_path.iterdir())) == 1:
+            time.sleep(0.01)  # until it has begun to write
+        process.send_signal(signal.SIGINT)
+        status = process.wait(timeout=30)
+        assert b"Traceback" not in process.stderr.read()
     left = sorted(p.name for p in tmp_path.iterdir())
     # It may have finished just before the signal.
     assert (status, left) in ((130, ["large.gguf"]), (0, ["large.gguf", "out.store"]))

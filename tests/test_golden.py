@@ -55,3 +55,13 @@ def test_golden_logits_are_what_transformers_gives_here(family):
 
     name, directory = family
     assert_matches(make_golden.transformers_logits(directory), golden_logits(name))
+
+
+def test_replay_files_are_what_this_compiler_writes():
+    """The core's replay_test.cc runs them; tests/golden/make_replay.py renews them."""
+    from golden import make_replay
+
+    checkpoint = open_checkpoint(make_replay.REPLAY / "model.gguf")
+    assert (make_replay.REPLAY / "program.bin").read_bytes() == make_replay.program_bytes(checkpoint)
+    index = (make_replay.REPLAY / "index.txt").read_text().splitlines()
+    assert index == make_replay.index_lines(checkpoint)

@@ -311,7 +311,7 @@ except HeadraceError as e:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     arguments = [sys.executable, "-c", child, str(source), str(tmp_path / "s")]
     out = subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
-    assert re.search(r"trunk.bin: write at offset \d+: File too large", out), out
+    assert re.search(r"write of trunk.bin at offset \d+: File too large", out), out
     assert_nothing_left(tmp_path, set())
 
 

@@ -1,4 +1,5 @@
 // Printed by `python -m headrace.ops` from headrace/ops.py. Do not edit.
+// clang-format off
 #pragma once
 
 #include <cstdint>
@@ -24,21 +25,11 @@ enum class OpCode : uint32_t {
 };
 
 // Indices of each op's attributes in the program's attribute list.
-namespace attr_rms_norm {
-enum : uint32_t { kGroup, kEps };
-}
-namespace attr_rope {
-enum : uint32_t { kHeadDim, kStyle };
-}
-namespace attr_attention {
-enum : uint32_t { kNumAttentionHeads, kNumKeyValueHeads, kHeadDim, kWindow, kScale };
-}
-namespace attr_route {
-enum : uint32_t { kTopK, kScoring, kNormalize, kScaling };
-}
-namespace attr_experts {
-enum : uint32_t { kLayer, kNumExperts, kMoeIntermediateSize, kRouteCapacity };
-}
+namespace attr_rms_norm { enum : uint32_t { kGroup, kEps }; }
+namespace attr_rope { enum : uint32_t { kHeadDim, kStyle }; }
+namespace attr_attention { enum : uint32_t { kNumAttentionHeads, kNumKeyValueHeads, kHeadDim, kWindow, kScale }; }
+namespace attr_route { enum : uint32_t { kTopK, kScoring, kNormalize, kScaling }; }
+namespace attr_experts { enum : uint32_t { kLayer, kNumExperts, kMoeIntermediateSize, kRouteCapacity }; }
 
 struct OpSpec {
   const char* name;
@@ -48,10 +39,17 @@ struct OpSpec {
 
 constexpr uint32_t kNumOps = 11;
 constexpr OpSpec kOps[kNumOps] = {
-    {"embed", 0, 1, 0, 1, 0, ""},          {"rms_norm", 1, 1, 0, 1, 2, "id"},  {"quantize", 1, 0, 0, 1, 0, ""},
-    {"linear", 1, 1, 0, 1, 0, ""},         {"rope_angles", 0, 1, 0, 1, 0, ""}, {"rope", 2, 0, 0, 1, 2, "ii"},
-    {"attention", 3, 0, 1, 1, 5, "iiiid"}, {"add", 2, 0, 0, 1, 0, ""},         {"route", 1, 0, 0, 2, 4, "iiid"},
-    {"experts", 3, 0, 0, 2, 4, "iiii"},    {"select_rows", 1, 0, 0, 1, 0, ""},
+    {"embed", 0, 1, 0, 1, 0, ""},
+    {"rms_norm", 1, 1, 0, 1, 2, "id"},
+    {"quantize", 1, 0, 0, 1, 0, ""},
+    {"linear", 1, 1, 0, 1, 0, ""},
+    {"rope_angles", 0, 1, 0, 1, 0, ""},
+    {"rope", 2, 0, 0, 1, 2, "ii"},
+    {"attention", 3, 0, 1, 1, 5, "iiiid"},
+    {"add", 2, 0, 0, 1, 0, ""},
+    {"route", 1, 0, 0, 2, 4, "iiid"},
+    {"experts", 3, 0, 0, 2, 4, "iiii"},
+    {"select_rows", 1, 0, 0, 1, 0, ""},
 };
 
 }  // namespace headrace

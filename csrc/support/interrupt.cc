@@ -11,11 +11,10 @@ void exit_on_interrupt(bool on) {
   static bool is_on = false;
   if (on == is_on) return;
   if (on) {
-    sigaction(SIGINT, nullptr, &before);
-    if (before.sa_handler == SIG_IGN) return;  // as a shell sets it for background jobs
     struct sigaction action = {};
     action.sa_handler = [](int) { _exit(130); };
-    sigaction(SIGINT, &action, nullptr);
+    sigaction(SIGINT, &action, &before);
+    if (before.sa_handler == SIG_IGN) sigaction(SIGINT, &before, nullptr);  // as a shell's background jobs are started
   } else {
     sigaction(SIGINT, &before, nullptr);
   }

@@ -113,7 +113,8 @@ def plan_memory(
     # The smallest: the shortest passes, and an arena that holds one expert.
     smallest = max(total(needs.scratch_bytes(rows[-1]), needs.largest_record_bytes), readings.peak_rss_bytes)
     minimum_bytes = -(-(smallest + NAMED_SLACK_BYTES) // MIB) * MIB
-    resident = total(needs.scratch_bytes(rows[0]), needs.expert_bytes)
+    # The arena is sized by what the process holds later, which is a little more than now.
+    resident = total(needs.scratch_bytes(rows[0]), needs.expert_bytes) + 2 * NAMED_SLACK_BYTES
     resident_bytes = max(-(-resident // MIB) * MIB, minimum_bytes)
 
     limits = {"85 % of available memory": readings.available_bytes * 85 // 100}

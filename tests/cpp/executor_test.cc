@@ -290,6 +290,40 @@ TEST("a pass that does not fit the program is refused before it starts") {
   CHECK_THROWS(Error, "another model", run(1, {0}, {&foreign}, {}));
 }
 
+// The sanitizers watch: whatever parses either runs or is refused.
+TEST("a program with flipped bytes that still parses is safe to run") {
+  TinyModel model({.num_layers = 1});
+  const std::vector<uint8_t> good = model.program_bytes(4, 4, 5);
+  const Program original = parse_program(good);
+  const auto weights = model.load(original);
+  ExpertMemory memory(model.source(), {.arena_bytes = model.all_records()});
+  std::mt19937 random(2);
+  int ran = 0, refused = 0;
+  for (int i = 0; i < 3000; ++i) {
+    std::vector<uint8_t> bytes = good;
+    bytes[random() % bytes.size()] ^= 1u << random() % 8;
+    try {
+      const Program program = parse_program(bytes);
+      const bool same_weights = std::equal(program.weights.begin(), program.weights.end(), original.weights.begin(),
+                                           original.weights.end(), [](const WeightInfo& a, const WeightInfo& b) {
+                                             return a.rows == b.rows && a.cols == b.cols && a.dtype == b.dtype;
+                                           });
+      if (!same_weights || program.scratch_bytes > 1 << 24 || program.max_rows > 64) continue;
+      Executor executor(program, *weights, &memory, 2);
+      SessionState state(program, 8, kF16);
+      SessionState* states[] = {&state};
+      const std::vector<int32_t> tokens = {1, 76, 1};
+      const std::vector<uint32_t> sequences(3, 0), out_rows = {0};
+      std::vector<float> logits(program.values[program.logits].width);
+      executor.run({tokens, sequences, states, out_rows, logits.data(), nullptr});
+      ++ran;
+    } catch (const Error&) {
+      ++refused;
+    }
+  }
+  CHECK(ran > 30 && refused > 1000);
+}
+
 TEST("experts that do not fit the program are refused at construction") {
   TinyModel model({});
   const Program program = model.program(4, 4, 20);
