@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from headrace.commands.model import open_model
+from headrace.commands.model import open_model_and_text
 from headrace.engine import EngineOptions, make_plan
 from headrace.sizes import format_size
+from headrace.text.sampling import sampler_from_defaults
 
 DEFAULT_CONTEXT = 512
 
@@ -19,8 +20,12 @@ def inspect(
     context: int | None,
     as_json: bool,
 ) -> None:
-    checkpoint = open_model(model)
+    checkpoint, text = open_model_and_text(model)
     config = checkpoint.config
+    # What `run` holds beside the model counts too: its smallest budget is the one to name.
+    sampler_from_defaults(config.generation)
+    if text is not None and text.chat_template:
+        text.encode_chat("")
     context = context or min(DEFAULT_CONTEXT, config.max_position_embeddings)
     plan = make_plan(
         checkpoint,
@@ -78,8 +83,8 @@ def inspect(
         ),
         ("passes", f"up to {plan.max_rows} rows"),
     ]
-    for name, text in rows:
-        print(f"{name:8} {text}")
+    for name, line in rows:
+        print(f"{name:8} {line}")
 
 
 def _types(counts: Counter[str]) -> str:
