@@ -138,7 +138,7 @@ def _discard(*streams: TextIO) -> None:
 def run_command(
     model: Model,
     prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Text.")] = None,
-    file: Annotated[Path | None, typer.Option("-f", "--file", help="File with the text.")] = None,
+    file: Annotated[Path | None, typer.Option("-f", "--file", readable=False, help="File with the text.")] = None,
     num_tokens: Annotated[int, typer.Option("-n", "--num-tokens", min=1, help="Tokens to generate at most.")] = 256,
     memory: Memory = None,
     threads: Threads = None,
