@@ -144,7 +144,9 @@ def test_verify_and_its_failure(store, tmp_path):
     data = bytearray(experts.read_bytes())
     data[len(data) // 2] ^= 4
     experts.write_bytes(data)
-    assert_one_line_error(headrace("verify", damaged), experts.name)
+    done = headrace("verify", damaged)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert experts.name in done.stdout and "1 damaged" in done.stderr
 
 
 def test_help_of_every_command():
@@ -165,6 +167,7 @@ def test_help_of_every_command():
         ["run", "tiny", "-p", "x", "-f", "y"],
         ["run", "tiny", "-p", "x", "--no-such-flag"],
         ["run", "tiny", "-p", "x", "--kv", "q3"],
+        ["run", "tiny", "-p", "x", "--top-p", "0"],
         ["nonsense"],
         ["bench", "tiny", "--gen", "-1"],
     ],
@@ -352,6 +355,31 @@ def interrupt(args: list[object], after_s: float, wait_for_output: bool) -> tupl
         seconds = time.monotonic() - begin
         assert b"Traceback" not in process.stderr.read()
     return status, seconds
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_terminated_pack_leaves_nothing(tmp_path, signum):
+    import synth
+
+    source = tmp_path / "large.gguf"
+    synth.write_synthetic(source, synth.SHAPES["small"], layers=4)
+    with start(["pack", source, tmp_path / "out.store"]) as process:
+        while process.poll() is None and len(list(tmp_path.iterdir())) == 1:
+            time.sleep(0.01)
+        process.send_signal(signum)
+        status = process.wait(timeout=30)
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert (status, left) in ((128 + signum, ["large.gguf"]), (0, ["large.gguf", "out.store"]))
+
+
+def test_inspect_names_a_budget_that_run_accepts():
+    plan = json.loads(headrace("inspect", "tiny", "-c", 64, "--json").stdout)["plan"]
+    done = headrace("run", "tiny", "-p", "In the beginning", "-n", 32, "--memory", plan["minimum_bytes"])
+    assert done.returncode == 0, done.stderr
+
+
+def test_version():
+    assert headrace("--version").stdout.startswith("headrace 0.")
 
 
 def test_ctrl_c_while_generating():
