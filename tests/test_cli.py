@@ -100,6 +100,29 @@ def test_a_small_budget_gives_the_same_text():
     assert tight["peak_rss_bytes"] <= tight["budget_bytes"]
 
 
+def test_the_smallest_budget_that_inspect_names_is_enough_to_run(store):
+    for model in ("tiny", store):
+        plan = json.loads(headrace("inspect", model, "-c", 60, "--json").stdout)["plan"]
+        run = [
+            "run",
+            model,
+            "-p",
+            "In the beginning",
+            "-n",
+            20,
+            "-c",
+            60,
+            "--temp",
+            1,
+            "--memory",
+            plan["minimum_bytes"],
+        ]
+        done = headrace(*run, "--json")
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["peak_rss_bytes"] <= report["budget_bytes"]
+
+
 def test_sampling_repeats_with_its_seed():
     args = ["run", "tiny", "-p", "The", "-n", 24, "--json", "--temp", 1.0, "--top-p", 0.9]
     a, b, c = (json.loads(headrace(*args, "--seed", seed).stdout)["token_ids"] for seed in (1, 1, 2))
@@ -342,9 +365,17 @@ def start(args: list[object]) -> Iterator[subprocess.Popen]:
             process.kill()
 
 
+def catches_interrupts(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(status.split("SigCgt:")[1].split()[0], 16)
+    return bool(caught >> (signal.SIGINT - 1) & 1)
+
+
 def interrupt(args: list[object], after_s: float, wait_for_output: bool) -> tuple[int, float]:
     """Starts a command, sends SIGINT, and returns its status and the seconds until it ended."""
     with start(args) as process:
+        while not catches_interrupts(process.pid):
+            time.sleep(0.01)  # until the interpreter has begun
         if wait_for_output:
             process.stdout.read(1)
         time.sleep(after_s)
@@ -412,13 +443,10 @@ def test_ctrl_c_while_packing_leaves_nothing(tmp_path):
 
 def test_ctrl_c_from_the_first_moment_on():
     for after_ms in (20, 60, 100, 150, 200, 300, 400, 600):
-        process = subprocess.Popen(
-            [*HEADRACE, "bench", "tiny", "--repeat", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
-        time.sleep(after_ms / 1000)
-        process.send_signal(signal.SIGINT)
-        status, error = process.wait(timeout=30), process.stderr.read()
-        process.stderr.close()
+        with start(["bench", "tiny", "--repeat", "1000"]) as process:
+            time.sleep(after_ms / 1000)
+            process.send_signal(signal.SIGINT)
+            status, error = process.wait(timeout=30), process.stderr.read()
         if b"site" in error or status == -signal.SIGINT:  # the interpreter itself had not begun
             continue
         assert (status, error) == (130, b"")
@@ -430,14 +458,13 @@ def stop_packing(tmp_path: Path, *signals: signal.Signals) -> int:
 
     source = tmp_path / "large.gguf"
     synth.write_synthetic(source, synth.SHAPES["small"], layers=6)
-    process = subprocess.Popen([*HEADRACE, "pack", source, tmp_path / "out.store"], stderr=subprocess.PIPE)
-    while process.poll() is None and len(list(tmp_path.iterdir())) == 1:
-        time.sleep(0.01)
-    for number in signals:
-        process.send_signal(number)
-        time.sleep(0.002)
-    status, error = process.wait(timeout=30), process.stderr.read()
-    process.stderr.close()
+    with start(["pack", source, tmp_path / "out.store"]) as process:
+        while process.poll() is None and len(list(tmp_path.iterdir())) == 1:
+            time.sleep(0.01)
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.002)
+        status, error = process.wait(timeout=30), process.stderr.read()
     assert error == b""
     assert sorted(p.name for p in tmp_path.iterdir()) == ["large.gguf"] + ["out.store"] * (status == 0)
     return status

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
+from contextlib import suppress
 
-from headrace.commands.model import open_model
-from headrace.commands.run import load_tokenizer
+from headrace.commands.model import open_model_and_text
 from headrace.engine import EngineOptions, make_plan
-from headrace.formats.checkpoint import TokenizerSource
+from headrace.errors import HeadraceError
 from headrace.sizes import format_size
+from headrace.text.sampling import sampler_from_defaults
 
 DEFAULT_CONTEXT = 512
 DISK_BYTES_PER_S = 2e9  # an NVMe disk's, for a sense of scale
@@ -23,19 +23,18 @@ def inspect(
     context: int | None,
     as_json: bool,
 ) -> None:
-    checkpoint = open_model(model)
-    # What `run` holds too, so that its process and this one are of a size.
-    tokenizer = load_tokenizer(checkpoint.tokenizer, checkpoint.config)
-    if checkpoint.tokenizer.chat_template:
-        import headrace.text.chat  # noqa: F401
-    checkpoint = replace(checkpoint, tokenizer=TokenizerSource())
+    checkpoint, text = open_model_and_text(model)
     config = checkpoint.config
+    # What `run` holds beside the model counts too: its smallest budget is the one to name.
+    sampler_from_defaults(config.generation)
+    if text is not None and text.chat_template:
+        with suppress(HeadraceError):  # a template may refuse this message
+            text.encode_chat("")
     context = context or min(DEFAULT_CONTEXT, config.max_position_embeddings)
     plan = make_plan(
         checkpoint,
         EngineOptions(context=context, memory_bytes=memory_bytes, num_threads=num_threads),
     )
-    del tokenizer
     expert_bytes = plan.expert_bytes
     residency = min(1.0, plan.arena_bytes / expert_bytes)
     # Distinct experts of one token, all layers: what a step reads if none of them is resident.
@@ -90,8 +89,8 @@ def inspect(
         ),
         ("passes", f"up to {plan.max_rows} rows"),
     ]
-    for name, text in rows:
-        print(f"{name:8} {text}")
+    for name, line in rows:
+        print(f"{name:8} {line}")
 
 
 def _types(counts: Counter[str]) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
 from headrace.errors import HeadraceError
 from headrace.formats import open_checkpoint
-from headrace.formats.checkpoint import Checkpoint
+from headrace.formats.checkpoint import Checkpoint, TokenizerSource
+from headrace.text.tokenizer import Tokenizer, load_tokenizer
 
 TINY = "tiny"
 
@@ -24,3 +26,30 @@ def resolve_model(name: str) -> Path:
 
 def open_model(name: str) -> Checkpoint:
     return open_checkpoint(resolve_model(name))
+
+
+@dataclass(frozen=True)
+class Text:
+    """What turns text into token ids and back: part of what `run` holds, so part of every plan for it."""
+
+    tokenizer: Tokenizer
+    chat_template: str | None
+    where: str  # what errors call the model
+
+    def encode_chat(self, prompt: str) -> list[int]:
+        """The ids of a conversation of one message. There must be a chat template."""
+        from headrace.text.chat import encode_chat  # Jinja costs 5 MiB
+
+        assert self.chat_template is not None
+        messages = [{"role": "user", "content": prompt}]
+        return encode_chat(self.tokenizer, self.chat_template, messages, where=f"{self.where}: chat template")
+
+
+def open_model_and_text(name: str) -> tuple[Checkpoint, Text | None]:
+    """A checkpoint without its tokenizer's source, and its text; None for one without vocabulary."""
+    checkpoint = open_model(name)
+    tokenizer = load_tokenizer(checkpoint.tokenizer, checkpoint.config)
+    template = checkpoint.tokenizer.chat_template
+    # The metadata that a tokenizer was rebuilt from is large and has done its work.
+    checkpoint = replace(checkpoint, tokenizer=TokenizerSource())
+    return checkpoint, Text(tokenizer, template, str(checkpoint.path)) if tokenizer else None

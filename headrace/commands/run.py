@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from headrace import _core
-from headrace.commands.model import open_model
+from headrace.commands.model import open_model_and_text
 from headrace.engine import Engine, EngineOptions, Figures, Session
 from headrace.errors import HeadraceError
-from headrace.formats.checkpoint import DType, TokenizerSource
+from headrace.formats.checkpoint import DType
 from headrace.generate import Generation
 from headrace.sizes import format_size
 from headrace.text.sampling import sampler_from_defaults
 from headrace.text.stop import stop_token_ids
 from headrace.text.stream import TextStream
-from headrace.text.tokenizer import Tokenizer, load_tokenizer
+from headrace.text.tokenizer import Tokenizer
 
 _PIECE_CHARS = 32 << 10
 
@@ -41,16 +41,13 @@ class RunOptions:
 
 def run(options: RunOptions) -> None:
     _core.exit_on_interrupt(True)  # loading writes nothing and cannot be polled
-    checkpoint = open_model(options.model)
-    tokenizer = load_tokenizer(checkpoint.tokenizer, checkpoint.config)
-    if tokenizer is None:
+    checkpoint, text = open_model_and_text(options.model)
+    if text is None:
         raise HeadraceError(
             f"{checkpoint.path}: holds no vocabulary, so text cannot be tokenized; "
             "use `headrace bench`, which feeds token ids"
         )
-    # The metadata that a tokenizer was rebuilt from is large and has done its work.
-    template = checkpoint.tokenizer.chat_template
-    checkpoint = replace(checkpoint, tokenizer=TokenizerSource())
+    tokenizer = text.tokenizer
     sampler = sampler_from_defaults(
         checkpoint.config.generation,
         temperature=options.temperature,
@@ -59,11 +56,8 @@ def run(options: RunOptions) -> None:
     )
     limit = checkpoint.config.max_position_embeddings
     _refuse_far_too_long(tokenizer, options.prompt, limit)
-    if template and not options.raw:
-        from headrace.text.chat import encode_chat  # Jinja costs 5 MiB
-
-        messages = [{"role": "user", "content": options.prompt}]
-        prompt_ids = encode_chat(tokenizer, template, messages, where=f"{checkpoint.path}: chat template")
+    if text.chat_template and not options.raw:
+        prompt_ids = text.encode_chat(options.prompt)
     else:
         prompt_ids = tokenizer.encode(options.prompt)
     if not prompt_ids:
