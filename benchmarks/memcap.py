@@ -39,6 +39,9 @@ def make_group(limit_bytes: int) -> tuple[Path, str]:
 
 
 def main() -> int:
+    if len(sys.argv) < 3 or not sys.argv[1].isdigit():
+        print(__doc__, file=sys.stderr)
+        return 2
     limit_bytes, command = int(sys.argv[1]), sys.argv[2:]
     try:
         group, peak = make_group(limit_bytes)

@@ -52,6 +52,10 @@ Context = Annotated[
     int | None,
     typer.Option("-c", "--context", min=1, help="Positions. Default: what prompt and -n need."),
 ]
+InspectContext = Annotated[
+    int | None,
+    typer.Option("-c", "--context", min=1, help="Positions to plan for. Default: 512, or the model's limit."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -71,7 +75,9 @@ def _read_prompt(text: str | None, file: Path | None) -> str:
         raise typer.BadParameter("give -p or -f, not both", param_hint="-p")
     if text is not None:
         return text
-    if file is None and sys.stdin.isatty():
+    if file == Path("-"):
+        file = None
+    elif file is None and sys.stdin.isatty():
         raise typer.BadParameter("give a prompt: -p TEXT, -f FILE, or standard input", param_hint="-p")
     name = str(file) if file is not None else "standard input"
     try:
@@ -85,6 +91,23 @@ def _read_prompt(text: str | None, file: Path | None) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise HeadraceError(f"{name}: offset {error.start}: not UTF-8; give the prompt as UTF-8 text") from error
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from headrace import __version__
+
+        print(f"headrace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top_level(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 class KvType(str, Enum):
@@ -137,8 +160,12 @@ def _discard(*streams: TextIO) -> None:
 @command("run")
 def run_command(
     model: Model,
-    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Text.")] = None,
-    file: Annotated[Path | None, typer.Option("-f", "--file", readable=False, help="File with the text.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", help="Text. Without -p and -f: standard input.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("-f", "--file", readable=False, help="File with the text; - is standard input.")
+    ] = None,
     num_tokens: Annotated[int, typer.Option("-n", "--num-tokens", min=1, help="Tokens to generate at most.")] = 256,
     memory: Memory = None,
     threads: Threads = None,
@@ -147,15 +174,15 @@ def run_command(
         float | None,
         typer.Option("--temp", min=0.0, help="Temperature; 0 is greedy. Default: the model's."),
     ] = None,
-    top_p: Annotated[
-        float | None, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus. Default: the model's.")
-    ] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", help="Nucleus: 0 < P <= 1. Default: the model's.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed for sampling.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     kv: Annotated[KvType, typer.Option("--kv", help="Keys and values.")] = KvType.f16,
     json: Json = False,
 ) -> None:
     """Generate text from a prompt."""
+    if top_p is not None and not 0 < top_p <= 1:
+        raise typer.BadParameter(f"{top_p} is not above 0 and at most 1", param_hint="--top-p")
     text = _read_prompt(prompt, file)
     from headrace.commands.run import RunOptions, run
 
@@ -182,13 +209,23 @@ def inspect_command(
     model: Model,
     memory: Memory = None,
     threads: Threads = None,
-    context: Context = None,
+    context: InspectContext = None,
     json: Json = False,
 ) -> None:
     """Say what a model is, what fits and what would be read, without loading it."""
     from headrace.commands.inspect import inspect
 
     inspect(model, _memory_bytes(memory), threads, context, json)
+
+
+class _Terminated(Exception):
+    """SIGTERM or SIGHUP came, as an exception, so that what is half-written is removed."""
+
+
+def _terminate(signum: int, frame: object) -> None:
+    for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(other, signal.SIG_IGN)
+    raise _Terminated(signum)
 
 
 @command("pack")
@@ -202,7 +239,13 @@ def pack_command(
 
     for stop in (signal.SIGTERM, signal.SIGHUP):  # the half-written store goes then too
         signal.signal(stop, lambda signum, frame: sys.exit(128 + signum))
-    pack(source, destination, json)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup sets it
+            signal.signal(signum, _terminate)
+    try:
+        pack(source, destination, json)
+    except _Terminated as end:
+        raise typer.Exit(128 + end.args[0]) from None
 
 
 @command("verify")
@@ -219,7 +262,7 @@ def verify_command(
 @command("bench")
 def bench_command(
     model: Model,
-    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of prefill.")] = 512,
+    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of prefill, a number.")] = 512,
     gen: Annotated[int, typer.Option("--gen", min=0, help="Tokens of decode.")] = 32,
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Runs; medians are shown.")] = 3,
     memory: Memory = None,

@@ -10,7 +10,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -124,7 +124,9 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
         rss_bytes=machine.rss_bytes(),
         peak_rss_bytes=machine.peak_rss_bytes(),
         available_bytes=machine.available_memory_bytes(),
+        total_bytes=machine.total_memory_bytes(),
         cgroup_headroom_bytes=machine.cgroup_headroom_bytes(),
+        cgroup_limit_bytes=machine.cgroup_limit_bytes(),
     )
     return plan_memory(
         needs,
@@ -176,8 +178,10 @@ class Engine:
         p = self.plan
         _release_free_memory()
         held = machine.rss_bytes() - self.experts.committed_bytes
-        rest = p.budget_bytes - held - p.reserve_bytes - p.logits_bytes - p.threads_bytes
-        rest -= page_table_bytes(p.budget_bytes)
+        # What the plan foresaw has been taken by now, or (stacks, logits) still may be.
+        rest = p.budget_bytes - max(
+            p.other_bytes, held + p.logits_bytes + p.reserve_bytes + page_table_bytes(p.budget_bytes)
+        )
         self.experts.resize(max(self._smallest_arena, min(rest, self._source.total_bytes())))
 
     # ---- what a pass costs
@@ -267,16 +271,23 @@ class Session:
         with self.engine._lock:
             self._state.rollback(length)
 
-    def prefill(self, tokens: list[int]) -> np.ndarray:
+    def prefill(self, tokens: list[int], progress: Callable[[int, int], None] | None = None) -> np.ndarray:
         """Runs a prompt in passes of at most max_rows rows, all of them or, on an exception, none. Returns the
-        last token's logits [vocab_size], valid until the session's next pass."""
+        last token's logits [vocab_size], valid until the session's next pass.
+
+        progress: called with (tokens done, tokens in all) before each pass and at the end."""
+        progress = progress or (lambda done, total: None)
         self._check(tokens)
         rows = self.engine.max_rows
         chunks = [tokens[i : i + rows] for i in range(0, len(tokens), rows)]
         with self._all_or_nothing():
-            for chunk in chunks[:-1]:
+            for i, chunk in enumerate(chunks[:-1]):
+                progress(i * rows, len(tokens))
                 self._pass(chunk, [], self.prefill_figures)
-            return self._pass(chunks[-1], [len(chunks[-1]) - 1], self.prefill_figures)[0]
+            progress((len(chunks) - 1) * rows, len(tokens))
+            logits = self._pass(chunks[-1], [len(chunks[-1]) - 1], self.prefill_figures)[0]
+            progress(len(tokens), len(tokens))
+            return logits
 
     def step(self, token: int) -> np.ndarray:
         """One decode step. Returns logits [vocab_size], valid until the session's next pass."""

@@ -23,6 +23,11 @@ def available_memory_bytes(root: Path = _ROOT) -> int:
     return _kib_field(root / "proc/meminfo", "MemAvailable")
 
 
+def total_memory_bytes(root: Path = _ROOT) -> int:
+    """The machine's memory (MemTotal)."""
+    return _kib_field(root / "proc/meminfo", "MemTotal")
+
+
 def rss_bytes(root: Path = _ROOT) -> int:
     """What this process holds in memory now."""
     path = root / "proc/self/statm"

@@ -167,7 +167,9 @@ def test_verify_and_its_failure(store, tmp_path):
     data = bytearray(experts.read_bytes())
     data[len(data) // 2] ^= 4
     experts.write_bytes(data)
-    assert_one_line_error(headrace("verify", damaged), experts.name)
+    done = headrace("verify", damaged)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert experts.name in done.stdout and "1 damaged" in done.stderr
 
 
 def test_help_of_every_command():
@@ -188,6 +190,7 @@ def test_help_of_every_command():
         ["run", "tiny", "-p", "x", "-f", "y"],
         ["run", "tiny", "-p", "x", "--no-such-flag"],
         ["run", "tiny", "-p", "x", "--kv", "q3"],
+        ["run", "tiny", "-p", "x", "--top-p", "0"],
         ["nonsense"],
         ["bench", "tiny", "--gen", "-1"],
     ],
@@ -248,6 +251,18 @@ def test_store_damaged_anywhere_is_found_before_a_wrong_token(store, tmp_path):
     shutil.copytree(store, missing)
     max(missing.iterdir(), key=lambda p: p.stat().st_size).unlink()
     assert_one_line_error(headrace("run", missing, "-p", "abc"), "missing.store")
+
+
+def test_a_prompt_file_that_may_not_be_read(tmp_path):
+    (tmp_path / "secret.txt").write_text("x")
+    (tmp_path / "secret.txt").chmod(0)
+    capabilities = "-dac_override,-dac_read_search"  # root reads everything otherwise
+    drop = ["setpriv", f"--bounding-set={capabilities}", f"--inh-caps={capabilities}"] if os.geteuid() == 0 else []
+    if drop and subprocess.run([*drop, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("root's right to read everything cannot be dropped here")
+    command = [*drop, *HEADRACE, "run", "tiny", "-f", tmp_path / "secret.txt"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert_one_line_error(done, "secret.txt", "Permission denied")
 
 
 def test_prompts_without_an_end(tmp_path):
@@ -383,6 +398,31 @@ def interrupt(args: list[object], after_s: float, wait_for_output: bool) -> tupl
         seconds = time.monotonic() - begin
         assert b"Traceback" not in process.stderr.read()
     return status, seconds
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_terminated_pack_leaves_nothing(tmp_path, signum):
+    import synth
+
+    source = tmp_path / "large.gguf"
+    synth.write_synthetic(source, synth.SHAPES["small"], layers=4)
+    with start(["pack", source, tmp_path / "out.store"]) as process:
+        while process.poll() is None and len(list(tmp_path.iterdir())) == 1:
+            time.sleep(0.01)
+        process.send_signal(signum)
+        status = process.wait(timeout=30)
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert (status, left) in ((128 + signum, ["large.gguf"]), (0, ["large.gguf", "out.store"]))
+
+
+def test_inspect_names_a_budget_that_run_accepts():
+    plan = json.loads(headrace("inspect", "tiny", "-c", 64, "--json").stdout)["plan"]
+    done = headrace("run", "tiny", "-p", "In the beginning", "-n", 32, "--memory", plan["minimum_bytes"])
+    assert done.returncode == 0, done.stderr
+
+
+def test_version():
+    assert headrace("--version").stdout.startswith("headrace 0.")
 
 
 def test_ctrl_c_while_generating():

@@ -19,7 +19,7 @@ NEEDS = Needs(
     expert_bytes=1024 * (3 * MIB + 4096),
     scratch_bytes=lambda rows: rows * 60_000 + 10_000,
 )
-READINGS = Readings(60 * MIB, 70 * MIB, 16 * GIB)
+READINGS = Readings(60 * MIB, 70 * MIB, 16 * GIB, 16 * GIB)
 
 
 def plan(budget_bytes, readings=READINGS, needs=NEEDS, prompt_rows=512):
@@ -27,18 +27,7 @@ def plan(budget_bytes, readings=READINGS, needs=NEEDS, prompt_rows=512):
 
 
 def parts(p):
-    return (
-        p.process_bytes
-        + p.trunk_bytes
-        + p.state_bytes
-        + p.scratch_bytes
-        + p.overhead_bytes
-        + p.logits_bytes
-        + p.threads_bytes
-        + p.page_table_bytes
-        + p.reserve_bytes
-        + p.arena_bytes
-    )
+    return p.other_bytes + p.arena_bytes
 
 
 @pytest.mark.parametrize("budget", [512 * MIB, 600 * MIB + 1, GIB, 2 * GIB, 3 * GIB, 4 * GIB])
@@ -58,7 +47,7 @@ def test_named_smallest_works_even_if_the_process_has_grown_a_little():
     with pytest.raises(HeadraceError) as error:
         plan(100 * MIB)
     named = int(str(error.value).split("--memory ")[1].split("MiB")[0]) * MIB
-    grown = Readings(READINGS.rss_bytes + NAMED_SLACK_BYTES - MIB // 4, 70 * MIB, 16 * GIB)
+    grown = Readings(READINGS.rss_bytes + NAMED_SLACK_BYTES - MIB // 4, 70 * MIB, 16 * GIB, 16 * GIB)
     for readings in (READINGS, grown):
         p = plan(named, readings)
         assert parts(p) <= named and p.minimum_bytes >= named
@@ -68,7 +57,7 @@ def test_named_smallest_works_even_if_the_process_has_grown_a_little():
 
 def test_a_peak_that_already_happened_counts():
     with pytest.raises(HeadraceError, match="too small"):
-        plan(600 * MIB, Readings(60 * MIB, 601 * MIB, 16 * GIB))
+        plan(600 * MIB, Readings(60 * MIB, 601 * MIB, 16 * GIB, 16 * GIB))
 
 
 def test_larger_budgets_never_give_smaller_arenas_or_shorter_passes():
@@ -81,15 +70,26 @@ def test_larger_budgets_never_give_smaller_arenas_or_shorter_passes():
 
 def test_default_budget_is_the_least_of_need_memory_and_cgroup():
     assert plan(None).budget_bytes == plan(None).resident_bytes
-    tight = Readings(60 * MIB, 70 * MIB, GIB)
+    tight = Readings(60 * MIB, 70 * MIB, GIB, 16 * GIB)
     assert plan(None, tight).budget_bytes == 60 * MIB + GIB * 85 // 100
-    caged = Readings(60 * MIB, 70 * MIB, 16 * GIB, 700 * MIB)
+    caged = Readings(60 * MIB, 70 * MIB, 16 * GIB, 16 * GIB, 700 * MIB)
     assert plan(None, caged).budget_bytes == 760 * MIB
     with pytest.raises(HeadraceError, match="memory cgroup"):
-        plan(None, Readings(60 * MIB, 70 * MIB, 16 * GIB, 100 * MIB))
+        plan(None, Readings(60 * MIB, 70 * MIB, 16 * GIB, 16 * GIB, 100 * MIB))
 
 
 def test_passes_are_no_longer_than_the_prompt():
     assert plan(4 * GIB, prompt_rows=40).max_rows == 40
     assert plan(4 * GIB, prompt_rows=1).max_rows == 1
     assert plan(4 * GIB, prompt_rows=100_000).max_rows == 512
+
+
+def test_more_than_the_machine_has_is_refused():
+    small = Readings(60 * MIB, 70 * MIB, 3 * GIB, 3 * GIB)
+    with pytest.raises(HeadraceError, match="the machine has 3GiB"):
+        plan(100 * GIB, small)
+    caged = Readings(60 * MIB, 70 * MIB, 16 * GIB, 16 * GIB, GIB, GIB)
+    with pytest.raises(HeadraceError, match="the memory cgroup allows 1GiB"):
+        plan(2 * GIB, caged)
+    # A generous budget is no problem where everything resident needs less.
+    assert plan(100 * GIB).arena_bytes == NEEDS.expert_bytes

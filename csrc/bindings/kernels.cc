@@ -169,9 +169,7 @@ void init_tables(nb::module_& m) {
   m.doc() = "The kernels of a named instruction set, one call each. For tests.";
   m.def("isas", [] {
     std::vector<std::string> names;
-    for (const char* name : {"avx512", "portable"}) {
-      if (kernels_for(name) != nullptr) names.push_back(name);
-    }
+    for (const Kernels* k : available_kernels()) names.push_back(k->isa);
     return names;
   });
   m.def(

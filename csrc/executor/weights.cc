@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -71,8 +72,9 @@ class File {
 };
 
 std::string damaged(const File& file, const std::string& what, uint64_t offset, uint32_t expected, uint32_t found) {
-  return file.at(what, offset) + "checksum " + str(found) + ", expected " + str(expected) +
-         "; the file is damaged, get or pack it again";
+  char sums[80];
+  std::snprintf(sums, sizeof sums, "expected CRC-32C 0x%08x, found 0x%08x", expected, found);
+  return file.at(what, offset) + sums + "; the file is damaged, get or pack it again";
 }
 
 // Reads a tensor once, in order, in pieces, with its checksum, leaving nothing in the page cache.

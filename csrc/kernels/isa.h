@@ -7,6 +7,7 @@ namespace headrace {
 
 extern const Kernels kPortableKernels;
 #if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 #endif
 

@@ -5,7 +5,10 @@
 //                           INT32_MIN where an int32 cannot hold the value; _n reads or writes the first n lanes
 //                           (n <= 16) and reads 0 in the others.
 //   sum_lanes, max_lanes    the tree of kernels.h; sum_lanes16 does it for 16 vectors, result i from vector i.
-//   dot4                    acc[i] += sum over j of w[4i + j] * x[j], unsigned times signed, exact.
+//   Dot<kMax>               one block's dot products, exact: sum() is start plus what at most 8 add4(w, x) added, each
+//                           in lane i the sum over j of w[4i + j] * x[j], unsigned (up to kMax) times signed.
+//                           Registers hold kTokens of them.
+//   kLiveSums               how many Floats the registers hold as sums, beside what is added to them.
 //   F32, F16, BF16          stored element types: load, and for F32 and F16 load_n and store_n.
 //   prefetch_near, _far     hints; the address need not exist.
 // Everything is in an unnamed namespace, so no two instruction sets share a definition.
@@ -28,7 +31,7 @@ inline T read(const uint8_t* p) {
   return value;
 }
 
-inline uint32_t min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; }
+constexpr uint32_t min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 // ---- exp, sin, cos
 
@@ -105,6 +108,7 @@ inline SinCos sin_cos(double x) {
 struct Q4_0 {
   static constexpr uint32_t kBlockBytes = 288;
   static constexpr int32_t kOffset = 8;
+  using Products = Dot<15>;
   static constexpr uint32_t group(uint32_t pair, uint32_t i) { return pair + 4 * i; }
   static void decode(const uint8_t* block, uint32_t pair, Bytes (&w)[2]) {
     const Bytes packed = load_bytes(block + 32 + 64 * pair);
@@ -116,6 +120,7 @@ struct Q4_0 {
 struct Q8_0 {
   static constexpr uint32_t kBlockBytes = 544;
   static constexpr int32_t kOffset = 128;
+  using Products = Dot<255>;
   static constexpr uint32_t group(uint32_t pair, uint32_t i) { return 2 * pair + i; }
   static void decode(const uint8_t* block, uint32_t pair, Bytes (&w)[2]) {
     w[0] = flip_sign(load_bytes(block + 32 + 128 * pair));
@@ -144,9 +149,9 @@ inline void quant_tile(const uint8_t* tile, uint32_t cols, const void* const* x,
         prefetch_far(block + size_t{blocks} * Quant::kBlockBytes + i);
       }
     }
-    Ints dot[kTokens];
+    typename Quant::Products dot[kTokens];
     for (uint32_t t = 0; t < kTokens; ++t) {
-      dot[t] = set1_int(-Quant::kOffset * read<int32_t>(row[t] + sums_at + 4 * b));
+      dot[t] = typename Quant::Products(-Quant::kOffset * read<int32_t>(row[t] + sums_at + 4 * b));
     }
     const size_t at = kQuantBlock * size_t{b};
     for (uint32_t pair = 0; pair < 4; ++pair) {
@@ -155,14 +160,14 @@ inline void quant_tile(const uint8_t* tile, uint32_t cols, const void* const* x,
       for (uint32_t i = 0; i < 2; ++i) {
         for (uint32_t t = 0; t < kTokens; ++t) {
           const int8_t* q = reinterpret_cast<const int8_t*>(row[t]) + at;
-          dot[t] = dot4(dot[t], w[i], q + 4 * Quant::group(pair, i));
+          dot[t].add4(w[i], q + 4 * Quant::group(pair, i));
         }
       }
     }
     const Floats d_w = F16::load(block);
     for (uint32_t t = 0; t < kTokens; ++t) {
       const Floats d = mul(d_w, set1(read<float>(row[t] + scales_at + 4 * b)));
-      acc[t] = fma(to_floats(dot[t]), d, acc[t]);
+      acc[t] = fma(to_floats(dot[t].sum()), d, acc[t]);
     }
   }
   for (uint32_t t = 0; t < kTokens; ++t) out[t] = acc[t];
@@ -225,10 +230,11 @@ inline void quant_rest(const Matrix& w, uint32_t tile, const void* const* x, uin
 template <class Quant>
 void quant_matmul(const Matrix& w, const void* const* x, uint32_t n, float* const* y, uint32_t tile_begin,
                   uint32_t tile_end) {
+  constexpr uint32_t kTokens = Quant::Products::kTokens;
   for (uint32_t tile = tile_begin; tile < tile_end; ++tile) {
     uint32_t t = 0;
-    for (; t + 8 <= n; t += 8) quant_tokens<Quant, 8>(w, tile, x + t, y + t);
-    quant_rest<Quant, 7>(w, tile, x + t, n - t, y + t);
+    for (; t + kTokens <= n; t += kTokens) quant_tokens<Quant, kTokens>(w, tile, x + t, y + t);
+    quant_rest<Quant, kTokens - 1>(w, tile, x + t, n - t, y + t);
   }
 }
 
@@ -239,12 +245,19 @@ inline void float_tokens(const Matrix& w, uint32_t tile, const void* const* x, f
   for (uint32_t i = 0; i < kTiles; ++i) store_tile<kTokens>(w, tile + i, acc[i], y);
 }
 
+// kTokens activation rows times kTiles tiles, as many tiles at a time as the registers hold.
+template <class Element, uint32_t kTiles, uint32_t kTokens>
+inline void float_pass(const Matrix& w, uint32_t tile, const void* const* x, float* const* y) {
+  constexpr uint32_t kStep = min_u32(kTiles, kLiveSums / kTokens);
+  for (uint32_t i = 0; i < kTiles; i += kStep) float_tokens<Element, kStep, kTokens>(w, tile + i, x, y);
+}
+
 template <class Element, uint32_t kTiles>
 inline void float_step(const Matrix& w, uint32_t tile, const void* const* x, uint32_t n, float* const* y) {
   uint32_t t = 0;
-  for (; t + 4 <= n; t += 4) float_tokens<Element, kTiles, 4>(w, tile, x + t, y + t);
-  if (n - t >= 2) float_tokens<Element, kTiles, 2>(w, tile, x + t, y + t), t += 2;
-  if (n - t >= 1) float_tokens<Element, kTiles, 1>(w, tile, x + t, y + t);
+  for (; t + 4 <= n; t += 4) float_pass<Element, kTiles, 4>(w, tile, x + t, y + t);
+  if (n - t >= 2) float_pass<Element, kTiles, 2>(w, tile, x + t, y + t), t += 2;
+  if (n - t >= 1) float_pass<Element, kTiles, 1>(w, tile, x + t, y + t);
 }
 
 template <class Element>
@@ -409,7 +422,8 @@ inline void add_products(const float* q, uint32_t head_dim, const uint8_t* const
 template <class Element, uint32_t kHeads>
 inline void scores16(const float* q, uint32_t head_dim, const uint8_t* const* key, float scale, float* p) {
   constexpr uint32_t kKeys = 16 / kHeads;
-  constexpr uint32_t kGroup = kKeys < 8 ? kKeys : 8;  // more keys at once would meet in the same sets of the L1 cache
+  // More than 8 keys at once would meet in the same sets of the L1 cache.
+  constexpr uint32_t kGroup = min_u32(min_u32(kKeys, 8), kLiveSums / kHeads);
   Floats sums[16];
   for (uint32_t first = 0; first < kKeys; first += kGroup) {
     Floats sum[kHeads][kGroup];
@@ -489,7 +503,7 @@ struct Attention {
 
   template <uint32_t kHeads>
   void values(uint32_t h, const uint8_t* v, size_t stride_bytes, uint32_t keys) {
-    constexpr uint32_t kVectors = kHeads == 1 ? 8 : 4;
+    constexpr uint32_t kVectors = min_u32(8, kLiveSums / kHeads);
     float* acc_h = acc + size_t{h} * head_dim;
     const float* p_h = p + h * kKeyBlock;
     uint32_t d = 0;

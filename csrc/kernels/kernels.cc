@@ -1,8 +1,8 @@
 #include "kernels/kernels.h"
 
 #include <cstdlib>
-#include <cstring>
 #include <string>
+#include <string_view>
 
 #include "kernels/isa.h"
 #include "support/error.h"
@@ -10,26 +10,27 @@
 namespace headrace {
 namespace {
 
-bool has_avx512() {
 #if defined(__x86_64__)
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
-#else
-  return false;
-#endif
 }
+#endif
 
 const Kernels& choose() {
   const char* wanted = std::getenv("HEADRACE_ISA");
-  if (wanted == nullptr || *wanted == '\0') {
-    const Kernels* best = kernels_for("avx512");
-    return best != nullptr ? *best : kPortableKernels;
-  }
+  if (wanted == nullptr || *wanted == '\0') return *available_kernels().front();
   const Kernels* named = kernels_for(wanted);
   if (named == nullptr) {
+    std::string names;
+    for (const Kernels* k : available_kernels()) names += (names.empty() ? "" : ", ") + std::string(k->isa);
     throw Error(std::string("HEADRACE_ISA: '") + wanted + "' is not an instruction set of this processor; it has " +
-                (has_avx512() ? "avx512, portable" : "portable"));
+                names);
   }
   return *named;
 }
@@ -42,11 +43,19 @@ const Kernels& kernels() {
 }
 
 const Kernels* kernels_for(const char* isa) {
-  if (std::strcmp(isa, "portable") == 0) return &kPortableKernels;
-#if defined(__x86_64__)
-  if (std::strcmp(isa, "avx512") == 0 && has_avx512()) return &kAvx512Kernels;
-#endif
+  for (const Kernels* k : available_kernels())
+    if (std::string_view(k->isa) == isa) return k;
   return nullptr;
+}
+
+std::vector<const Kernels*> available_kernels() {
+  std::vector<const Kernels*> found;
+#if defined(__x86_64__)
+  if (has_avx512()) found.push_back(&kAvx512Kernels);
+  if (has_avx2()) found.push_back(&kAvx2Kernels);
+#endif
+  found.push_back(&kPortableKernels);
+  return found;
 }
 
 }  // namespace headrace

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "kernels/dtype.h"
 
@@ -73,11 +74,13 @@ struct Kernels {
                 float scaling, int32_t* ids, float* weights);
 };
 
-// The table that HEADRACE_ISA ("portable" or "avx512") names, else the best this processor has. An unknown name or
-// one that the processor lacks throws Error that lists what is available. Read once.
+// The table that HEADRACE_ISA ("portable", "avx2" or "avx512") names, else the best this processor has. An unknown
+// name or one that the processor lacks throws Error that lists what is available. Read once.
 const Kernels& kernels();
 // A named table, or nullptr if this processor lacks it. For tests.
 const Kernels* kernels_for(const char* isa);
+// All that this processor has, best first; portable is the last. For tests.
+std::vector<const Kernels*> available_kernels();
 
 // ---- Not dispatched: exact bit movements.
 

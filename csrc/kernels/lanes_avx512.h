@@ -27,6 +27,8 @@ struct Bytes {
   __m512i v;
 };
 
+constexpr uint32_t kLiveSums = 16;
+
 inline __mmask16 first_lanes(uint32_t n) { return static_cast<__mmask16>((1u << n) - 1); }
 
 // ---- Floats
@@ -110,14 +112,25 @@ inline Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_ep
 inline Bytes high_nibbles(Bytes a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
 inline Bytes flip_sign(Bytes a) { return {_mm512_xor_si512(a.v, _mm512_set1_epi8(-128))}; }
 
-// GCC 12 does not fold the broadcast into vpdpbusd's memory operand by itself; in assembly it is one instruction.
-inline Ints dot4(Ints acc, Bytes w, const int8_t* x) {
-  struct Group {
-    int8_t v[4];
-  };
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(w.v), "m"(*reinterpret_cast<const Group*>(x)));
-  return acc;
-}
+template <uint32_t kMax>
+class Dot {
+ public:
+  static constexpr uint32_t kTokens = 8;
+
+  Dot() = default;
+  explicit Dot(int32_t start) : sum_(set1_int(start)) {}
+  // GCC 12 does not fold the broadcast into vpdpbusd's memory operand by itself; in assembly it is one instruction.
+  void add4(Bytes w, const int8_t* x) {
+    struct Group {
+      int8_t v[4];
+    };
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum_.v) : "v"(w.v), "m"(*reinterpret_cast<const Group*>(x)));
+  }
+  Ints sum() const { return sum_; }
+
+ private:
+  Ints sum_;
+};
 
 // ---- Stored element types
 

@@ -20,6 +20,8 @@ struct Bytes {
   uint8_t v[64];
 };
 
+constexpr uint32_t kLiveSums = 16;
+
 template <class Result, class F>
 inline Result each(F f) {
   Result r;
@@ -151,11 +153,22 @@ inline Bytes flip_sign(Bytes a) {
   for (uint8_t& v : a.v) v ^= 0x80;
   return a;
 }
-inline Ints dot4(Ints acc, const Bytes& w, const int8_t* x) {
-  for (int i = 0; i < 16; ++i)
-    for (int j = 0; j < 4; ++j) acc.v[i] += w.v[4 * i + j] * x[j];
-  return acc;
-}
+template <uint32_t kMax>
+class Dot {
+ public:
+  static constexpr uint32_t kTokens = 8;
+
+  Dot() = default;
+  explicit Dot(int32_t start) : sum_(set1_int(start)) {}
+  void add4(const Bytes& w, const int8_t* x) {
+    for (int i = 0; i < 16; ++i)
+      for (int j = 0; j < 4; ++j) sum_.v[i] += w.v[4 * i + j] * x[j];
+  }
+  Ints sum() const { return sum_; }
+
+ private:
+  Ints sum_;
+};
 
 // ---- Stored element types
 

@@ -79,7 +79,7 @@ def run(options: RunOptions) -> None:
         _core.exit_on_interrupt(False)  # from here on a pass notices it
         session = engine.session()
         start = time.perf_counter()
-        logits = session.prefill(prompt_ids)
+        logits = session.prefill(prompt_ids, _show_prefill if sys.stderr.isatty() and not options.json else None)
         generation = Generation(
             session,
             logits,
@@ -87,31 +87,56 @@ def run(options: RunOptions) -> None:
             options.max_tokens,
             stop_token_ids(checkpoint.config, tokenizer),
         )
-        stream, pieces, ttft_s = TextStream(tokenizer), [], 0.0
-        for token in generation:
-            ttft_s = ttft_s or time.perf_counter() - start
-            pieces.append(stream.push(token))
+        stream, ttft_s = TextStream(tokenizer), 0.0
+        pieces: list[str] = []
+
+        def report() -> dict[str, Any]:
+            return {
+                **engine.report(),
+                **session_report(session),
+                "prompt_tokens": len(prompt_ids),
+                "generated_tokens": len(generation.token_ids),
+                "ttft_s": ttft_s,
+                "finish_reason": generation.finish_reason,
+                "seed": sampler.seed,
+                "text": "".join(pieces),
+                "token_ids": generation.token_ids,
+            }
+
+        try:
+            for token in generation:
+                ttft_s = ttft_s or time.perf_counter() - start
+                pieces.append(stream.push(token))
+                if not options.json:
+                    sys.stdout.write(pieces[-1])
+                    sys.stdout.flush()
+        except KeyboardInterrupt:
             if not options.json:
-                sys.stdout.write(pieces[-1])
-                sys.stdout.flush()
+                print(f"\n{figures_line(report(), session)}, interrupted", file=sys.stderr)
+            raise
         pieces.append(stream.finish())
-        report = {
-            **engine.report(),
-            **session_report(session),
-            "prompt_tokens": len(prompt_ids),
-            "generated_tokens": len(generation.token_ids),
-            "ttft_s": ttft_s,
-            "finish_reason": generation.finish_reason,
-            "seed": sampler.seed,
-            "text": "".join(pieces),
-            "token_ids": generation.token_ids,
-        }
         if options.json:
-            print(json.dumps(report))
+            print(json.dumps(report()))
         else:
             sys.stdout.write(pieces[-1] + "\n")
             sys.stdout.flush()
-            print(figures_line(report, session), file=sys.stderr)
+            print(_last_line(report(), session, sampler.temperature > 0), file=sys.stderr)
+
+
+def _last_line(report: dict, session: Session, is_sampled: bool) -> str:
+    seed = f", seed {report['seed']}" if is_sampled else ""
+    stopped = (
+        f", stopped at the end of the context ({report['context']})" if report["finish_reason"] == "context" else ""
+    )
+    return figures_line(report, session) + seed + stopped
+
+
+def _show_prefill(done: int, total: int) -> None:
+    """One line on a terminal, rewritten, and removed at the end."""
+    if done < total:
+        print(f"\rprefill {done}/{total} tokens", end="", file=sys.stderr, flush=True)
+    elif total > 1:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _refuse_far_too_long(tokenizer: Tokenizer, prompt: str, limit: int) -> None:

@@ -45,8 +45,10 @@ def verify(store: str, as_json: bool) -> None:
         report = verify_store(Path(store), progress)
     if as_json:
         print(json.dumps(report.as_dict()))
+    else:
+        for problem in report.problems:
+            print(problem)
     if report.problems:
-        more = len(report.problems) - 1
-        raise HeadraceError(report.problems[0] + (f" (and {more} more problems)" if more else ""))
+        raise HeadraceError(f"{store}: {len(report.problems)} damaged; pack it again. First: {report.problems[0]}")
     if not as_json:
         print(f"{store}: every checksum holds, {format_size(report.bytes_read)} read")

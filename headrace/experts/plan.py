@@ -34,7 +34,9 @@ class Readings:
     rss_bytes: int
     peak_rss_bytes: int
     available_bytes: int
+    total_bytes: int
     cgroup_headroom_bytes: int | None = None
+    cgroup_limit_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,21 @@ class MemoryPlan:
     resident_bytes: int
     max_rows: int
     context: int
+
+    @property
+    def other_bytes(self) -> int:
+        """All but the arena."""
+        return (
+            self.process_bytes
+            + self.trunk_bytes
+            + self.state_bytes
+            + self.scratch_bytes
+            + self.overhead_bytes
+            + self.logits_bytes
+            + self.threads_bytes
+            + self.page_table_bytes
+            + self.reserve_bytes
+        )
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -132,6 +149,14 @@ def plan_memory(
             f"memory budget {format_size(budget_bytes)}{source} is too small for this model with a context of "
             f"{context}: the smallest that works is {minimum_bytes // MIB}MiB; "
             f"give --memory {minimum_bytes // MIB}MiB or more, or a smaller context"
+        )
+
+    hard_limit = min(readings.total_bytes, readings.cgroup_limit_bytes or readings.total_bytes)
+    if min(budget_bytes, resident_bytes) > hard_limit:
+        whose = "the machine has" if hard_limit == readings.total_bytes else "the memory cgroup allows"
+        raise HeadraceError(
+            f"memory budget {format_size(budget_bytes)}: {whose} {format_size(hard_limit)} in all; "
+            f"give --memory {format_size(hard_limit * 85 // 100)} or less"
         )
 
     def arena_for(scratch_bytes: int) -> int:

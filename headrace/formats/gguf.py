@@ -215,7 +215,9 @@ def _locate(header: _Header, index: int) -> dict[str, FileTensor]:
         title = f"{header.path}: tensor {shown(raw.name)}"
         if raw.type_id not in DType.__members__.values():
             found = _TYPE_NAMES.get(raw.type_id, f"type {raw.type_id}")
-            raise HeadraceError(f"{title}: {found} is not supported; supported: {_SUPPORTED_TYPES}")
+            raise HeadraceError(
+                f"{title}: {found} is not supported; supported: {_SUPPORTED_TYPES}; get the model in one of these"
+            )
         dtype = DType(raw.type_id)
         cols = raw.shape[-1]
         if dtype.is_quantized and cols % 32:

@@ -48,6 +48,8 @@ def verify_store(path: Path, progress: Callable[[int, int], None]) -> VerifyRepo
     """
     path = Path(path)
     if not os.path.lexists(path / MANIFEST):
+        if not os.path.lexists(path):
+            raise HeadraceError(f"{path}: no such file or directory")
         raise HeadraceError(f"{path}: not a store: expected {MANIFEST} in it, found none")
     store = read_store(path)
     report = VerifyReport(path)
