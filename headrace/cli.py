@@ -132,7 +132,7 @@ def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
                 _discard(sys.stdout, sys.stderr)
                 raise typer.Exit(0) from None
             except OSError as error:  # among them a full disk under standard output
-                _fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
+                _fail(_reason(error))
             except MemoryError:
                 _fail("the system refused memory; use a smaller --memory or a smaller context")
 
@@ -142,12 +142,20 @@ def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 
 def _fail(message: str) -> NoReturn:
+    _tell(message)
+    raise typer.Exit(1) from None
+
+
+def _tell(message: str) -> None:
     try:
         print(f"headrace: {' '.join(message.split())}", file=sys.stderr)
         sys.stdout.flush()
     except OSError:  # nobody can be told
         _discard(sys.stdout, sys.stderr)
-    raise typer.Exit(1) from None
+
+
+def _reason(error: OSError) -> str:
+    return f"{error.filename or 'input or output'}: {error.strerror or error}"
 
 
 def _discard(*streams: TextIO) -> None:
@@ -306,6 +314,9 @@ def main() -> None:
         app()
     except KeyboardInterrupt:  # before a command has begun
         sys.exit(INTERRUPTED)
+    except OSError as error:  # help that cannot be written
+        _tell(_reason(error))
+        sys.exit(1)
 
 
 if __name__ == "__main__":

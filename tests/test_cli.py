@@ -328,7 +328,7 @@ def test_streams_that_the_caller_closed():
 
 
 def test_a_full_disk_under_standard_output():
-    for args in (SHORT, (*SHORT, "--json"), ("inspect", "tiny")):
+    for args in (SHORT, (*SHORT, "--json"), ("inspect", "tiny"), ("--help",), ("run", "--help")):
         done = in_shell(">/dev/full", *args)
         assert done.returncode == 1
         assert done.stderr.count(b"\n") == 1 and b"No space left" in done.stderr
