@@ -123,6 +123,20 @@ def test_the_smallest_budget_that_inspect_names_is_enough_to_run(store):
         assert report["peak_rss_bytes"] <= report["budget_bytes"]
 
 
+def test_without_a_budget_a_memory_cgroup_is_one():
+    plan = json.loads(headrace("inspect", "tiny", "--json").stdout)["plan"]
+    limit = plan["minimum_bytes"] + (1 << 20) + 100  # not whole pages
+    memcap = [sys.executable, str(Path(__file__).parents[1] / "benchmarks" / "memcap.py"), str(limit)]
+    for memory in ([], ["--memory", str(limit)]):
+        command = [*memcap, *HEADRACE, "run", "tiny", "-p", "The", "-n", "20", "--json", *memory]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        if done.returncode == 3:
+            pytest.skip("no memory cgroup can be made here")
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["peak_rss_bytes"] <= report["budget_bytes"] <= limit
+
+
 def test_sampling_repeats_with_its_seed():
     args = ["run", "tiny", "-p", "The", "-n", 24, "--json", "--temp", 1.0, "--top-p", 0.9]
     a, b, c = (json.loads(headrace(*args, "--seed", seed).stdout)["token_ids"] for seed in (1, 1, 2))

@@ -91,5 +91,11 @@ def test_more_than_the_machine_has_is_refused():
     caged = Readings(60 * MIB, 70 * MIB, 16 * GIB, 16 * GIB, GIB, GIB)
     with pytest.raises(HeadraceError, match="the memory cgroup allows 1GiB"):
         plan(2 * GIB, caged)
+    # A limit of the same number of bytes, of which the kernel keeps whole pages.
+    limit = 700_000_000 // 4096 * 4096
+    assert plan(700_000_000, Readings(60 * MIB, 70 * MIB, 16 * GIB, 16 * GIB, limit, limit)).arena_bytes > 0
+    # The default stays under the limit, though part of what the process holds is charged elsewhere.
+    default = plan(None, Readings(60 * MIB, 70 * MIB, 16 * GIB, 16 * GIB, 690 * MIB, 700 * MIB))
+    assert default.budget_bytes == 700 * MIB
     # A generous budget is no problem where everything resident needs less.
     assert plan(100 * GIB).arena_bytes == NEEDS.expert_bytes

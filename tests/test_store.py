@@ -410,9 +410,11 @@ def test_verify_names_what_a_flipped_byte_hit(store):
 
 
 def test_verify_of_something_else(tmp_path, source):
-    for path in (tmp_path, source, tmp_path / "none"):
+    for path in (tmp_path, source):
         with pytest.raises(HeadraceError, match=r"not a store: expected manifest\.json"):
             verify_store(path, silent)
+    with pytest.raises(HeadraceError, match="none: no such file or directory"):
+        verify_store(tmp_path / "none", silent)
 
 
 def test_verify_reads_everything_once_and_reports_all_damage(store):

@@ -134,12 +134,14 @@ def plan_memory(
     resident = total(needs.scratch_bytes(rows[0]), needs.expert_bytes) + 2 * NAMED_SLACK_BYTES
     resident_bytes = max(-(-resident // MIB) * MIB, minimum_bytes)
 
+    hard_limit = min(readings.total_bytes, readings.cgroup_limit_bytes or readings.total_bytes)
     limits = {"85 % of available memory": readings.available_bytes * 85 // 100}
     if readings.cgroup_headroom_bytes is not None:
         limits["the memory cgroup's headroom"] = readings.cgroup_headroom_bytes
     if budget_bytes is None:
         # Available memory is what is left beside this process; the budget counts this process too.
-        limit = readings.rss_bytes + min(limits.values())
+        # More than a limit is never taken: what of it was charged elsewhere (libraries) may come back.
+        limit = min(readings.rss_bytes + min(limits.values()), hard_limit)
         budget_bytes = min(resident_bytes, limit)
         source = f" (from {min(limits, key=lambda k: limits[k])})"
     else:
@@ -150,9 +152,8 @@ def plan_memory(
             f"{context}: the smallest that works is {minimum_bytes // MIB}MiB; "
             f"give --memory {minimum_bytes // MIB}MiB or more, or a smaller context"
         )
-
-    hard_limit = min(readings.total_bytes, readings.cgroup_limit_bytes or readings.total_bytes)
-    if min(budget_bytes, resident_bytes) > hard_limit:
+    # The kernel keeps a limit in whole pages: a budget equal to it may be a part of a page larger.
+    if min(budget_bytes, resident_bytes) // PAGE * PAGE > hard_limit:
         whose = "the machine has" if hard_limit == readings.total_bytes else "the memory cgroup allows"
         raise HeadraceError(
             f"memory budget {format_size(budget_bytes)}: {whose} {format_size(hard_limit)} in all; "
