@@ -7,7 +7,7 @@
 //   sum_lanes, max_lanes    the tree of kernels.h; sum_lanes16 does it for 16 vectors, result i from vector i.
 //   Dot<kMax>               one block's dot products, exact: sum() is start plus what at most 8 add4(w, x) added, each
 //                           in lane i the sum over j of w[4i + j] * x[j], unsigned (up to kMax) times signed.
-//                           Registers hold kTokens of them.
+//                           Registers hold kTokens of them, each beside a Floats.
 //   kLiveSums               how many Floats the registers hold as sums, beside what is added to them.
 //   F32, F16, BF16          stored element types: load, and for F32 and F16 load_n and store_n.
 //   prefetch_near, _far     hints; the address need not exist.
@@ -128,49 +128,44 @@ struct Q8_0 {
   }
 };
 
-// One tile times kTokens activation rows. Blocks are decoded once for all of them.
+// One block of an activation row beside the other rows' same block: the product below then finds all by one pointer.
+struct Activation {
+  int8_t q[kQuantBlock];
+  float d;
+  int32_t start;  // undoes kOffset
+};
+
+template <class Quant>
+inline void gather(const void* row, uint32_t cols, uint32_t b, Activation* to) {
+  const uint8_t* q = static_cast<const uint8_t*>(row);
+  const uint8_t* d = q + cols + size_t{4} * b;
+  __builtin_memcpy(to->q, q + kQuantBlock * size_t{b}, kQuantBlock);
+  to->d = read<float>(d);
+  to->start = -Quant::kOffset * read<int32_t>(d + size_t{4} * (cols / kQuantBlock));
+}
+
+// acc[t] += the products of `blocks` blocks of one tile with kTokens activation rows. A block is decoded once for all.
 template <class Quant, uint32_t kTokens>
-inline void quant_tile(const uint8_t* tile, uint32_t cols, const void* const* x, Floats (&out)[kTokens]) {
-  const uint8_t* row[kTokens];
-  Floats acc[kTokens];
-  for (uint32_t t = 0; t < kTokens; ++t) {
-    row[t] = static_cast<const uint8_t*>(x[t]);
-    acc[t] = set1(0.0f);
-  }
-  const uint32_t blocks = cols / kQuantBlock;
-  const size_t scales_at = cols, sums_at = cols + size_t{4} * blocks;
-  for (uint32_t b = 0; b < blocks; ++b) {
-    const uint8_t* block = tile + size_t{b} * Quant::kBlockBytes;
-    // With few tokens memory sets the pace. One tile ahead into L2 and 2.3 KB ahead into L1 is what Intel needs (0.7
-    // of streaming without); AMD streams as fast without.
-    if constexpr (kTokens <= 4) {
-      for (uint32_t i = 0; i < Quant::kBlockBytes; i += 64) {
-        prefetch_near(block + 8 * 288 + i);
-        prefetch_far(block + size_t{blocks} * Quant::kBlockBytes + i);
-      }
+inline void quant_blocks(const uint8_t* block, size_t tile_stride, uint32_t blocks, const Activation* x,
+                         Floats (&acc)[kTokens]) {
+  for (uint32_t b = 0; b < blocks; ++b, block += Quant::kBlockBytes, x += kTokens) {
+    // One tile ahead into L2 and 2.3 KB ahead into L1: with one token Intel gets 0.7 of streaming without, with eight
+    // AMD gets 0.6 of this speed.
+    for (uint32_t i = 0; i < Quant::kBlockBytes; i += 64) {
+      prefetch_near(block + 8 * 288 + i);
+      prefetch_far(block + tile_stride + i);
     }
     typename Quant::Products dot[kTokens];
-    for (uint32_t t = 0; t < kTokens; ++t) {
-      dot[t] = typename Quant::Products(-Quant::kOffset * read<int32_t>(row[t] + sums_at + 4 * b));
-    }
-    const size_t at = kQuantBlock * size_t{b};
+    for (uint32_t t = 0; t < kTokens; ++t) dot[t] = typename Quant::Products(x[t].start);
     for (uint32_t pair = 0; pair < 4; ++pair) {
       Bytes w[2];
       Quant::decode(block, pair, w);
-      for (uint32_t i = 0; i < 2; ++i) {
-        for (uint32_t t = 0; t < kTokens; ++t) {
-          const int8_t* q = reinterpret_cast<const int8_t*>(row[t]) + at;
-          dot[t].add4(w[i], q + 4 * Quant::group(pair, i));
-        }
-      }
+      for (uint32_t i = 0; i < 2; ++i)
+        for (uint32_t t = 0; t < kTokens; ++t) dot[t].add4(w[i], x[t].q + 4 * Quant::group(pair, i));
     }
     const Floats d_w = F16::load(block);
-    for (uint32_t t = 0; t < kTokens; ++t) {
-      const Floats d = mul(d_w, set1(read<float>(row[t] + scales_at + 4 * b)));
-      acc[t] = fma(to_floats(dot[t].sum()), d, acc[t]);
-    }
+    for (uint32_t t = 0; t < kTokens; ++t) acc[t] = fma(to_floats(dot[t].sum()), mul(d_w, set1(x[t].d)), acc[t]);
   }
-  for (uint32_t t = 0; t < kTokens; ++t) out[t] = acc[t];
 }
 
 // kTiles tiles in a row times kTokens activation rows: kTiles * kTokens independent sums hide the latency of one.
@@ -198,6 +193,13 @@ inline void float_tiles(const uint8_t* tile, uint32_t cols, const void* const* x
 }
 
 template <uint32_t kTokens>
+inline void load_tile(const Matrix& w, uint32_t tile, float* const* y, Floats (&acc)[kTokens]) {
+  const uint32_t row = tile * kTileRows;
+  const uint32_t n = min_u32(kTileRows, w.rows - row);
+  for (uint32_t t = 0; t < kTokens; ++t) acc[t] = n == kTileRows ? load(y[t] + row) : load_n(y[t] + row, n);
+}
+
+template <uint32_t kTokens>
 inline void store_tile(const Matrix& w, uint32_t tile, const Floats* acc, float* const* y) {
   const uint32_t row = tile * kTileRows;
   const uint32_t n = min_u32(kTileRows, w.rows - row);
@@ -210,31 +212,57 @@ inline void store_tile(const Matrix& w, uint32_t tile, const Floats* acc, float*
   }
 }
 
+// As many columns at a time as keep the gathered activations near (10 KB); y holds the sums in between.
 template <class Quant, uint32_t kTokens>
-inline void quant_tokens(const Matrix& w, uint32_t tile, const void* const* x, float* const* y) {
-  Floats acc[kTokens];
-  quant_tile<Quant, kTokens>(w.data + size_t{tile} * (w.cols / kQuantBlock) * Quant::kBlockBytes, w.cols, x, acc);
-  store_tile<kTokens>(w, tile, acc, y);
-}
-
-// n < kTokens + 1 activation rows.
-template <class Quant, uint32_t kTokens>
-inline void quant_rest(const Matrix& w, uint32_t tile, const void* const* x, uint32_t n, float* const* y) {
-  if (n == kTokens) {
-    quant_tokens<Quant, kTokens>(w, tile, x, y);
-  } else if constexpr (kTokens > 1) {
-    quant_rest<Quant, kTokens - 1>(w, tile, x, n, y);
+void quant_tokens(const Matrix& w, const void* const* x, float* const* y, uint32_t tile_begin, uint32_t tile_end) {
+  constexpr uint32_t kStep = 256 / kTokens;
+  Activation gathered[kStep * kTokens];
+  const uint32_t blocks = w.cols / kQuantBlock;
+  const size_t tile_stride = size_t{blocks} * Quant::kBlockBytes;
+  for (uint32_t begin = 0; begin < blocks; begin += kStep) {
+    const uint32_t step = min_u32(kStep, blocks - begin);
+    for (uint32_t b = 0; b < step; ++b)
+      for (uint32_t t = 0; t < kTokens; ++t) gather<Quant>(x[t], w.cols, begin + b, gathered + b * kTokens + t);
+    for (uint32_t tile = tile_begin; tile < tile_end; ++tile) {
+      Floats acc[kTokens];
+      if (begin == 0) {
+        for (uint32_t t = 0; t < kTokens; ++t) acc[t] = set1(0.0f);
+      } else {
+        load_tile<kTokens>(w, tile, y, acc);
+      }
+      const uint8_t* first = w.data + tile * tile_stride + size_t{begin} * Quant::kBlockBytes;
+      quant_blocks<Quant, kTokens>(first, tile_stride, step, gathered, acc);
+      store_tile<kTokens>(w, tile, acc, y);
+    }
   }
 }
 
+// n <= kTokens activation rows.
+template <class Quant, uint32_t kTokens>
+inline void quant_group(const Matrix& w, const void* const* x, uint32_t n, float* const* y, uint32_t tile_begin,
+                        uint32_t tile_end) {
+  if (n == kTokens) {
+    quant_tokens<Quant, kTokens>(w, x, y, tile_begin, tile_end);
+  } else if constexpr (kTokens > 1) {
+    quant_group<Quant, kTokens - 1>(w, x, n, y, tile_begin, tile_end);
+  }
+}
+
+// Rows go in groups of nearly the same size, each over tiles that stay in the L2 cache for the next.
 template <class Quant>
 void quant_matmul(const Matrix& w, const void* const* x, uint32_t n, float* const* y, uint32_t tile_begin,
                   uint32_t tile_end) {
   constexpr uint32_t kTokens = Quant::Products::kTokens;
-  for (uint32_t tile = tile_begin; tile < tile_end; ++tile) {
-    uint32_t t = 0;
-    for (; t + kTokens <= n; t += kTokens) quant_tokens<Quant, kTokens>(w, tile, x + t, y + t);
-    quant_rest<Quant, kTokens - 1>(w, tile, x + t, n - t, y + t);
+  constexpr size_t kPieceBytes = 256 << 10;
+  const uint32_t groups = (n + kTokens - 1) / kTokens;
+  const uint32_t piece = static_cast<uint32_t>(kPieceBytes / tile_bytes(w.type, w.cols)) + 1;
+  const uint32_t tile_step = groups == 1 ? tile_end - tile_begin : piece;
+  for (uint32_t tile = tile_begin; tile < tile_end; tile += tile_step) {
+    for (uint32_t group = 0; group < groups; ++group) {
+      const uint32_t t = static_cast<uint32_t>(size_t{n} * group / groups);
+      const uint32_t t_end = static_cast<uint32_t>(size_t{n} * (group + 1) / groups);
+      quant_group<Quant, kTokens>(w, x + t, t_end - t, y + t, tile, min_u32(tile_end, tile + tile_step));
+    }
   }
 }
 

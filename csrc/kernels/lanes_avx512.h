@@ -115,7 +115,7 @@ inline Bytes flip_sign(Bytes a) { return {_mm512_xor_si512(a.v, _mm512_set1_epi8
 template <uint32_t kMax>
 class Dot {
  public:
-  static constexpr uint32_t kTokens = 8;
+  static constexpr uint32_t kTokens = 14;
 
   Dot() = default;
   explicit Dot(int32_t start) : sum_(set1_int(start)) {}

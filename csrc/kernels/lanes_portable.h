@@ -156,7 +156,7 @@ inline Bytes flip_sign(Bytes a) {
 template <uint32_t kMax>
 class Dot {
  public:
-  static constexpr uint32_t kTokens = 8;
+  static constexpr uint32_t kTokens = 4;
 
   Dot() = default;
   explicit Dot(int32_t start) : sum_(set1_int(start)) {}

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "check.h"
+#include "kernels/half.h"
 #include "support/error.h"
 
 using namespace headrace;
@@ -168,6 +169,47 @@ TEST("matmul: same bits for every table, number of tokens and range of tiles") {
           }
           CHECK(same_bits(part, want));
         }
+      }
+    }
+  }
+}
+
+// kernels.h's definition for one quantized row (file layout) and one activation row.
+float defined_product(DType type, const uint8_t* row, const uint8_t* x, uint32_t cols) {
+  float acc = 0.0f;
+  for (uint32_t b = 0; b < cols / kQuantBlock; ++b) {
+    const uint8_t* block = row + b * row_bytes(type, kQuantBlock);
+    int32_t sum = 0;
+    for (uint32_t i = 0; i < kQuantBlock; ++i) {
+      const int32_t q_w =
+          type == DType::kQ8_0 ? static_cast<int8_t>(block[2 + i]) : (block[2 + i % 16] >> (i < 16 ? 0 : 4) & 15) - 8;
+      sum += q_w * static_cast<int8_t>(x[b * kQuantBlock + i]);
+    }
+    uint16_t d_w;
+    float d_x;
+    std::memcpy(&d_w, block, sizeof d_w);
+    std::memcpy(&d_x, x + cols + 4 * b, sizeof d_x);
+    acc = std::fma(static_cast<float>(sum), float_from_f16(d_w) * d_x, acc);
+  }
+  return acc;
+}
+
+TEST("matmul: wide rows, as defined") {
+  const uint32_t rows = 101, cols = 257 * kQuantBlock, n = 17;
+  for (DType type : {DType::kQ4_0, DType::kQ8_0}) {
+    const std::vector<uint8_t> src = random_rows(type, rows, cols);
+    AlignedBytes packed(matrix_bytes(type, rows, cols));
+    pack_rows(type, rows, cols, 0, rows, src.data(), packed.data);
+    const Matrix w = {type, rows, cols, packed.data};
+    const Activations x(type, n, cols);
+    std::vector<float> all;
+    for (const void* x_t : x.pointers)
+      for (uint32_t r = 0; r < rows; ++r)
+        all.push_back(defined_product(type, &src[r * row_bytes(type, cols)], static_cast<const uint8_t*>(x_t), cols));
+    for (const Kernels* k : available_kernels()) {
+      for (uint32_t tokens : {1u, 3u, n}) {
+        const std::vector<float> want(all.begin(), all.begin() + tokens * rows);
+        CHECK(same_bits(run_matmul(*k, w, x, 0, tokens, 0, num_tiles(rows)), want));
       }
     }
   }
