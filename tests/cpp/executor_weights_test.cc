@@ -133,7 +133,7 @@ TEST("what is wrong with a file is said in one line") {
   CHECK_THROWS(Error, "bytes, expected 1360", load(kMatrix, file.path(), 0, nbytes - 34, DType::kQ8_0, false));
   CHECK_THROWS(Error, "bytes, expected 2176", load(kMatrix, file.path(), 0, nbytes, DType::kQ8_0, true));
   CHECK_THROWS(Error, "type 0 does not fit", load(kMatrix, file.path(), 0, nbytes, DType::kF32, false));
-  CHECK_THROWS(Error, "checksum", load(kMatrix, file.path(), 0, nbytes, DType::kQ8_0, false));
+  CHECK_THROWS(Error, "CRC-32C", load(kMatrix, file.path(), 0, nbytes, DType::kQ8_0, false));
   CHECK_THROWS(Error, "type 8 does not fit", load(kVector, file.path(), 0, 68, DType::kQ8_0, false));
   CHECK_THROWS(Error, "role 0, expected 2", load(kTable, file.path(), 0, nbytes, DType::kQ8_0, false));
   CHECK_THROWS(Error, "index 3", load(3, file.path(), 0, nbytes, DType::kQ8_0, false));
