@@ -284,8 +284,11 @@ template <class Element, uint32_t kTiles>
 inline void float_step(const Matrix& w, uint32_t tile, const void* const* x, uint32_t n, float* const* y) {
   uint32_t t = 0;
   for (; t + 4 <= n; t += 4) float_pass<Element, kTiles, 4>(w, tile, x + t, y + t);
-  if (n - t >= 2) float_pass<Element, kTiles, 2>(w, tile, x + t, y + t), t += 2;
-  if (n - t >= 1) float_pass<Element, kTiles, 1>(w, tile, x + t, y + t);
+  switch (n - t) {
+    case 3: return float_pass<Element, kTiles, 3>(w, tile, x + t, y + t);
+    case 2: return float_pass<Element, kTiles, 2>(w, tile, x + t, y + t);
+    case 1: return float_pass<Element, kTiles, 1>(w, tile, x + t, y + t);
+  }
 }
 
 template <class Element>
