@@ -89,15 +89,19 @@ int main(int argc, char** argv) {
     const size_t bytes = tiles * tile_bytes(t.type, kCols);
     const Matrix w = {t.type, tiles * kTileRows, kCols, weights};
     for (uint32_t n : {1u, 2u, 3u, 4u, 6u, 8u, 16u}) {
-      std::vector<float> floats(kCols);
-      for (uint32_t i = 0; i < kCols; ++i) floats[i] = static_cast<float>(i % 17) - 8.0f;
-      std::vector<uint8_t> q8(q8_row_bytes(kCols));
-      k.quantize(floats.data(), kCols, 0, kCols / kQuantBlock, q8.data());
-      const void* row = is_quantized(t.type) ? static_cast<const void*>(q8.data()) : floats.data();
-      const std::vector<const void*> x(n, row);
-      std::vector<float> out(size_t{n} * w.rows);
+      // Rows of their own, as in a pass: one shared row would stay in the L1 cache.
+      std::vector<float> floats(size_t{n} * kCols), out(size_t{n} * w.rows);
+      std::vector<uint8_t> q8(n * q8_row_bytes(kCols));
+      std::vector<const void*> x;
       std::vector<float*> y;
-      for (uint32_t i = 0; i < n; ++i) y.push_back(out.data() + size_t{i} * w.rows);
+      for (uint32_t i = 0; i < n; ++i) {
+        float* row = floats.data() + size_t{i} * kCols;
+        uint8_t* q8_row = q8.data() + i * q8_row_bytes(kCols);
+        for (uint32_t c = 0; c < kCols; ++c) row[c] = static_cast<float>((c + i) % 17) - 8.0f;
+        k.quantize(row, kCols, 0, kCols / kQuantBlock, q8_row);
+        x.push_back(is_quantized(t.type) ? static_cast<const void*>(q8_row) : row);
+        y.push_back(out.data() + size_t{i} * w.rows);
+      }
 
       std::vector<double> read_s, product_s, ratio;
       for (int r = 0; r < repeats; ++r) {

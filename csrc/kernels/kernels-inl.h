@@ -212,10 +212,12 @@ inline void store_tile(const Matrix& w, uint32_t tile, const Floats* acc, float*
   }
 }
 
-// As many columns at a time as keep the gathered activations near (10 KB); y holds the sums in between.
+constexpr uint32_t kGathered = 512;  // blocks: 20 KB, which leaves room in the L1 cache
+
+// As many columns at a time as can be gathered; y holds the sums in between.
 template <class Quant, uint32_t kTokens>
 void quant_tokens(const Matrix& w, const void* const* x, float* const* y, uint32_t tile_begin, uint32_t tile_end) {
-  constexpr uint32_t kStep = 256 / kTokens;
+  constexpr uint32_t kStep = kGathered / kTokens;
   Activation gathered[kStep * kTokens];
   const uint32_t blocks = w.cols / kQuantBlock;
   const size_t tile_stride = size_t{blocks} * Quant::kBlockBytes;
@@ -248,15 +250,16 @@ inline void quant_group(const Matrix& w, const void* const* x, uint32_t n, float
   }
 }
 
-// Rows go in groups of nearly the same size, each over tiles that stay in the L2 cache for the next.
+// Rows go in groups of nearly the same size, each over tiles that stay in the L2 cache for the next pass.
 template <class Quant>
 void quant_matmul(const Matrix& w, const void* const* x, uint32_t n, float* const* y, uint32_t tile_begin,
                   uint32_t tile_end) {
   constexpr uint32_t kTokens = Quant::Products::kTokens;
   constexpr size_t kPieceBytes = 256 << 10;
   const uint32_t groups = (n + kTokens - 1) / kTokens;
+  const bool one_pass = groups == 1 && size_t{n} * (w.cols / kQuantBlock) <= kGathered;
   const uint32_t piece = static_cast<uint32_t>(kPieceBytes / tile_bytes(w.type, w.cols)) + 1;
-  const uint32_t tile_step = groups == 1 ? tile_end - tile_begin : piece;
+  const uint32_t tile_step = one_pass ? tile_end - tile_begin : piece;
   for (uint32_t tile = tile_begin; tile < tile_end; tile += tile_step) {
     for (uint32_t group = 0; group < groups; ++group) {
       const uint32_t t = static_cast<uint32_t>(size_t{n} * group / groups);
@@ -284,8 +287,11 @@ template <class Element, uint32_t kTiles>
 inline void float_step(const Matrix& w, uint32_t tile, const void* const* x, uint32_t n, float* const* y) {
   uint32_t t = 0;
   for (; t + 4 <= n; t += 4) float_pass<Element, kTiles, 4>(w, tile, x + t, y + t);
-  if (n - t >= 2) float_pass<Element, kTiles, 2>(w, tile, x + t, y + t), t += 2;
-  if (n - t >= 1) float_pass<Element, kTiles, 1>(w, tile, x + t, y + t);
+  switch (n - t) {
+    case 3: return float_pass<Element, kTiles, 3>(w, tile, x + t, y + t);
+    case 2: return float_pass<Element, kTiles, 2>(w, tile, x + t, y + t);
+    case 1: return float_pass<Element, kTiles, 1>(w, tile, x + t, y + t);
+  }
 }
 
 template <class Element>
