@@ -10,15 +10,15 @@ CPP_FILES := $(shell find csrc tests/cpp -name '*.cc' -o -name '*.h')
 
 .PHONY: run test lint cpp-test py-test stub clean
 
-PROMPT ?= In the beginning
+PROMPT ?= And the LORD spake unto Moses, saying,
 export PROMPT
 
 # The budget: the smallest that works, and room for three tenths of the experts.
 run: $(VENV)/.installed
 	@budget=$$($(BIN)/headrace inspect tiny -c 256 --json | $(BIN)/python -c 'import json, sys; \
 	  plan = json.load(sys.stdin)["plan"]; print(plan["minimum_bytes"] + plan["expert_bytes"] * 3 // 10)') && \
-	echo "headrace run tiny -n 200 --memory $$budget -p \"$$PROMPT\"" && \
-	$(BIN)/headrace run tiny -n 200 --memory $$budget -p "$$PROMPT"
+	echo "headrace run tiny -n 200 --temp 0.6 --seed 1 --memory $$budget -p \"$$PROMPT\"" && \
+	$(BIN)/headrace run tiny -n 200 --temp 0.6 --seed 1 --memory $$budget -p "$$PROMPT"
 
 $(VENV)/.installed: $(SOURCES)
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)

@@ -5,10 +5,14 @@
 
 Rows: resident (headrace, llama.cpp), and inside a memory cgroup of --memory (headrace in place and packed;
 llama.cpp as it comes, and with mmap and no repacking). Each round runs every row once, in turn; medians are
-printed. In each round the disk is measured too: O_DIRECT reads of the store's expert file by two threads, one
-record each at random. The disk-bound decode rate is that bandwidth over the bytes that a token reads.
+printed. Both decode after a prompt of --prompt tokens. headrace runs three times a round in one process and
+reports the median, so that a resident arena is filled. llama.cpp's capped rows begin with an empty page cache:
+pages that another cgroup has read would cost it nothing.
 
-MODEL.gguf and STORE can be made by benchmarks/synth.py and `headrace pack`. Needs root for the cgroup.
+In each round the disk is measured too: O_DIRECT reads of the store's expert file by four threads, one record each
+at random. The disk-bound decode rate is that bandwidth over the bytes that a token reads.
+
+MODEL.gguf and STORE can be made by benchmarks/synth.py and `headrace pack`. Needs root, for cgroups and the cache.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ from headrace.sizes import parse_size
 
 HERE = Path(__file__).parent
 READ_SECONDS = 1.5
+DISK_THREADS = 4
+LLAMA_SECONDS = 240  # capped, it may neither finish nor be killed
 
 
 def main() -> None:
@@ -94,7 +100,7 @@ def capped(limit_bytes: int | None) -> list[str]:
 
 
 def headrace(args: argparse.Namespace, model: str, limit_bytes: int | None) -> dict:
-    command = [sys.executable, "-m", "headrace", "bench", model, "--json", "--repeat", "1"]
+    command = [sys.executable, "-m", "headrace", "bench", model, "--json", "--repeat", "3"]
     command += ["--prompt", str(args.prompt), "--gen", str(args.gen), "-t", str(args.threads)]
     if limit_bytes is not None:
         command += ["--memory", str(limit_bytes)]
@@ -107,17 +113,24 @@ def headrace(args: argparse.Namespace, model: str, limit_bytes: int | None) -> d
 
 
 def llama(args: argparse.Namespace, options: list[str], limit_bytes: int | None) -> dict:
-    command = [args.llama_bench, "-m", args.model, "-t", str(args.threads), "-o", "json", "-r", "1"]
-    command += ["-p", str(args.prompt), "-n", str(args.gen), *options]
-    done = subprocess.run([*capped(limit_bytes), *command], capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"failed": f"exit {done.returncode}"}
-    prefill, decode = json.loads(done.stdout)
-    return {"prefill_tps": prefill["avg_ts"], "decode_tps": decode["avg_ts"]}
+    tps = []
+    for test in (["-p", args.prompt, "-n", 0], ["-p", 0, "-n", args.gen, "-d", args.prompt]):
+        if limit_bytes is not None:
+            os.sync()
+            Path("/proc/sys/vm/drop_caches").write_text("1")
+        command = [args.llama_bench, "-m", args.model, "-t", args.threads, "-o", "json", "-r", 1, *test, *options]
+        command = ["timeout", str(LLAMA_SECONDS), *map(str, command)]
+        done = subprocess.run([*capped(limit_bytes), *command], capture_output=True, text=True, check=False)
+        if done.returncode == 124:
+            return {"failed": f"no result in {LLAMA_SECONDS} s"}
+        if done.returncode:
+            return {"failed": f"exit {done.returncode}"}
+        tps.append(json.loads(done.stdout)[0]["avg_ts"])
+    return {"prefill_tps": tps[0], "decode_tps": tps[1]}
 
 
 def measure_disk(store: str) -> float:
-    """Bytes per second of whole-record O_DIRECT reads by two threads, each expert of the store at most once."""
+    """Bytes per second of whole-record O_DIRECT reads by four threads, each expert of the store at most once."""
     checkpoint = open_checkpoint(Path(store))
     layers = checkpoint.experts
     record_bytes = int(layers[0].offset[1] - layers[0].offset[0])
@@ -125,19 +138,19 @@ def measure_disk(store: str) -> float:
     offsets = np.concatenate([e.offset for e in layers]).astype(np.int64)
     np.random.default_rng(int(time.time())).shuffle(offsets)
     end = time.perf_counter() + READ_SECONDS
-    done = [0, 0]
+    done = [0] * DISK_THREADS
 
     def read(k: int) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         buffer = mmap.mmap(-1, record_bytes)
-        for offset in offsets[k::2]:
+        for offset in offsets[k::DISK_THREADS]:
             if time.perf_counter() >= end:
                 break
             done[k] += os.preadv(fd, [buffer], int(offset))
         os.close(fd)
 
     start = time.perf_counter()
-    threads = [threading.Thread(target=read, args=(k,)) for k in range(2)]
+    threads = [threading.Thread(target=read, args=(k,)) for k in range(DISK_THREADS)]
     for t in threads:
         t.start()
     for t in threads:
@@ -160,7 +173,7 @@ def summary(results: dict[str, list[dict]], disk_bytes_per_s: float) -> list[str
     for name, runs in results.items():
         failed = next((r["failed"] for r in runs if r.get("failed")), None)
         if failed:
-            lines.append(f"| {name} | killed or failed ({failed.split(':')[0]}) | | | | |")
+            lines.append(f"| {name} | failed ({failed.split(':')[0]}) | | | | |")
             continue
         prefill = median(r["prefill_tps"] for r in runs)
         decode = median(r["decode_tps"] for r in runs)
