@@ -45,8 +45,9 @@ from headrace.text.tokenizer import tokenizer_json_from_gguf
 
 Progress = Callable[[int, int], None]  # (done_bytes, total_bytes)
 
-# Dirty pages are written out along the way: the end need not wait for the disk, nor Ctrl-C for a long sync.
-_SYNC_BYTES = 32 << 20
+# Pages are written out and dropped along the way: the end need not wait for the disk, nor Ctrl-C for a long sync or
+# for a file full of cached pages to be removed. Nothing reads them soon: experts are read past the cache.
+_SYNC_BYTES = 16 << 20
 
 
 def pack_store(checkpoint: Checkpoint, destination: Path, progress: Progress) -> int:
@@ -229,6 +230,7 @@ class _Output:
         self._unsynced += done
         if self._unsynced >= _SYNC_BYTES:
             self._call(os.fdatasync, self._fd)
+            os.posix_fadvise(self._fd, 0, self.offset, os.POSIX_FADV_DONTNEED)
             self._unsynced = 0
         self._written(done)
 
