@@ -102,7 +102,6 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
     graph = _graph_for(checkpoint, 1)
     program = _core.Program(compile_graph(graph, 1).data)
     num_threads = options.num_threads or machine.num_cpus()
-    records = [source.record_bytes(i) for i in range(len(checkpoint.experts))]
 
     def scratch_bytes(rows: int) -> int:
         out_rows = min(rows, options.max_out_rows)
@@ -114,8 +113,7 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
         overhead_bytes=_core.ExpertMemory.overhead_bytes(source, options.loader_threads),
         logits_bytes=(4 * options.max_out_rows * options.sessions + LOGITS_BYTES_PER_ENTRY) * config.vocab_size,
         num_threads=num_threads + options.loader_threads,
-        largest_record_bytes=max(records),
-        smallest_record_bytes=min(records),
+        largest_record_bytes=_largest_record_bytes(checkpoint, source),
         expert_bytes=source.total_bytes(),
         scratch_bytes=scratch_bytes,
     )
@@ -147,6 +145,10 @@ def _expert_source(checkpoint: Checkpoint) -> _core.ExpertSource:
     return _core.ExpertSource([str(f) for f in checkpoint.files], list(checkpoint.experts))
 
 
+def _largest_record_bytes(checkpoint: Checkpoint, source: _core.ExpertSource) -> int:
+    return max(source.record_bytes(i) for i in range(len(checkpoint.experts)))
+
+
 class Engine:
     """A loaded model. Use as a context manager, or close(). Sessions may run in threads of their own: one pass
     runs at a time, the others wait."""
@@ -168,7 +170,7 @@ class Engine:
         self._free_states = [
             _core.SessionState(self._program, options.context, int(options.kv_dtype)) for _ in range(options.sessions)
         ]
-        self._smallest_arena = max(source.record_bytes(i) for i in range(len(checkpoint.experts)))
+        self._smallest_arena = _largest_record_bytes(checkpoint, source)
         self.experts = _core.ExpertMemory(source, self._smallest_arena, options.loader_threads, options.direct_io)
         self._executor = _core.Executor(self._program, self._weights, self.experts, self.num_threads)
         self._take_arena()

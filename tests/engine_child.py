@@ -83,8 +83,7 @@ def main() -> None:
     options["memory_bytes"] = budget_bytes(request, checkpoint, options)
     with Engine(checkpoint, EngineOptions(**options)) as engine:
         if request.get("arena_records"):
-            largest = max(engine._source.record_bytes(i) for i in range(len(checkpoint.experts)))
-            engine.experts.resize(request["arena_records"] * largest)
+            engine.experts.resize(request["arena_records"] * engine._smallest_arena)
         arena_at_start = engine.experts.arena_bytes
         hashes = [split_hash(engine, tokens, lengths) for lengths in request.get("splits", [])]
         greedy_ids = [greedy(engine, p, generate) for p in prompts]
@@ -96,7 +95,7 @@ def main() -> None:
             "arena_bytes": arena_at_start,
             "arena_bytes_at_end": engine.experts.arena_bytes,
             "expert_bytes": engine._source.total_bytes(),
-            "largest_record_bytes": max(engine._source.record_bytes(i) for i in range(len(checkpoint.experts))),
+            "largest_record_bytes": engine._smallest_arena,
             "counters": engine.counters(),
             "hashes": hashes,
             "greedy_ids": greedy_ids,

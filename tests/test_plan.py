@@ -15,7 +15,6 @@ NEEDS = Needs(
     logits_bytes=2 * MIB,
     num_threads=4,
     largest_record_bytes=3 * MIB + 4096,
-    smallest_record_bytes=3 * MIB,
     expert_bytes=1024 * (3 * MIB + 4096),
     scratch_bytes=lambda rows: rows * 60_000 + 10_000,
 )

@@ -49,7 +49,6 @@ class Needs:
     logits_bytes: int  # logits and what sampling allocates
     num_threads: int  # executor and loader
     largest_record_bytes: int
-    smallest_record_bytes: int
     expert_bytes: int  # of all experts, records padded
     scratch_bytes: Callable[[int], int]
 

@@ -123,7 +123,3 @@ class Checkpoint:
     embedding: EmbeddingTable
     experts: tuple[LayerExperts, ...]
     tokenizer: TokenizerSource
-
-    @property
-    def trunk_bytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors.values())
