@@ -128,12 +128,8 @@ template <int kBits>
 inline Ints shift_right(Ints a) {
   return each<Ints>([&](int i) { return vshrq_n_s32(a.v[i], kBits); });
 }
-inline int32_t sum_lanes(Ints a) {
-  return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3])));
-}
-inline int32_t max_lanes(Ints a) {
-  return vmaxvq_s32(vmaxq_s32(vmaxq_s32(a.v[0], a.v[1]), vmaxq_s32(a.v[2], a.v[3])));
-}
+inline int32_t sum_lanes(Ints a) { return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3]))); }
+inline int32_t max_lanes(Ints a) { return vmaxvq_s32(vmaxq_s32(vmaxq_s32(a.v[0], a.v[1]), vmaxq_s32(a.v[2], a.v[3]))); }
 inline Floats to_floats(Ints a) {
   return each<Floats>([&](int i) { return vcvtq_f32_s32(a.v[i]); });
 }
@@ -214,8 +210,8 @@ struct F16 {
   static constexpr uint32_t kBytes = 2;
   static Floats load(const uint8_t* p) {
     const float16x8_t lo = vreinterpretq_f16_u8(vld1q_u8(p)), hi = vreinterpretq_f16_u8(vld1q_u8(p + 16));
-    return {{vcvt_f32_f16(vget_low_f16(lo)), vcvt_high_f32_f16(lo), vcvt_f32_f16(vget_low_f16(hi)),
-             vcvt_high_f32_f16(hi)}};
+    return {
+        {vcvt_f32_f16(vget_low_f16(lo)), vcvt_high_f32_f16(lo), vcvt_f32_f16(vget_low_f16(hi)), vcvt_high_f32_f16(hi)}};
   }
   static Floats load_n(const uint8_t* p, uint32_t n) {
     uint8_t h[32] = {};
