@@ -74,8 +74,8 @@ struct Kernels {
                 float scaling, int32_t* ids, float* weights);
 };
 
-// The table that HEADRACE_ISA ("portable", "avx2" or "avx512") names, else the best this processor has. An unknown
-// name or one that the processor lacks throws Error that lists what is available. Read once.
+// The table that HEADRACE_ISA ("portable", "avx2", "avx512" or "neon") names, else the best this processor has. An
+// unknown name or one that the processor lacks throws Error that lists what is available. Read once.
 const Kernels& kernels();
 // A named table, or nullptr if this processor lacks it. For tests.
 const Kernels* kernels_for(const char* isa);
@@ -94,7 +94,7 @@ void unpack_row(const Matrix& w, uint32_t row, uint8_t* dst);
 // One file row to floats, exactly as gguf-py dequantizes it.
 void dequantize_row(DType type, const uint8_t* src, uint32_t cols, float* out);
 
-// CRC-32C (Castagnoli) of n bytes, continuing from `crc` (0 to start). Same value with and without SSE4.2.
+// CRC-32C (Castagnoli) of n bytes, continuing from `crc` (0 to start), by the processor's instruction if it has one.
 uint32_t crc32c(uint32_t crc, const void* data, size_t n);
 uint32_t crc32c_by_table(uint32_t crc, const void* data, size_t n);  // its twin, for tests
 

@@ -282,6 +282,18 @@ TEST("quantize: a NaN or an infinity stays visible, tiny blocks become zeros") {
   }
 }
 
+TEST("quantize: halves go to the even neighbour") {
+  for (const Kernels* k : available_kernels()) {
+    std::vector<float> x(kQuantBlock, 127.0f);  // so that d is 1
+    for (uint32_t i = 1; i < kQuantBlock; ++i) x[i] = static_cast<float>(i) - 16.5f;
+    std::vector<uint8_t> row(q8_row_bytes(kQuantBlock));
+    k->quantize(x.data(), kQuantBlock, 0, 1, row.data());
+    for (uint32_t i = 0; i < kQuantBlock; ++i) {
+      CHECK_EQ(int{static_cast<int8_t>(row[i])}, static_cast<int>(std::nearbyint(x[i])));
+    }
+  }
+}
+
 TEST("rms_norm: same bits, groups, in place") {
   for (const Kernels* k : others()) {
     for (uint32_t group : {1u, 7u, 16u, 31u, 128u, 200u}) {
