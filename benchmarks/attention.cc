@@ -16,7 +16,7 @@ namespace {
 
 constexpr uint32_t kHeadDim = 128;
 constexpr size_t kCacheBytes = size_t{1} << 30;  // well beyond the last cache
-constexpr uint32_t kQueries = 64;                // of one kernel call, as the executor cuts a pass
+constexpr uint32_t kQueries = 128;               // of one kernel call, as the executor cuts a pass
 
 struct Cache {
   uint8_t* data = static_cast<uint8_t*>(std::aligned_alloc(4096, kCacheBytes));

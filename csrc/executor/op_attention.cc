@@ -10,7 +10,7 @@ namespace {
 
 // Queries (rows times heads that share a kv head) that one call of the kernel takes: its blocks of keys and values are
 // converted once for all of them, and what it keeps of them stays in the L2 cache.
-constexpr uint32_t kQueries = 64;
+constexpr uint32_t kQueries = 128;
 // Products with keys and values that are worth waking another thread for.
 constexpr uint64_t kLeastProducts = 32 << 10;
 

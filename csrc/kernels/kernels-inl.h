@@ -474,21 +474,26 @@ inline void score_tiles(const float* q, uint32_t head_dim, const uint8_t* tile, 
   Floats sum[kRows][kTiles];
   for (uint32_t r = 0; r < kRows; ++r)
     for (uint32_t i = 0; i < kTiles; ++i) sum[r][i] = set1(0.0f);
-  for (uint32_t d = 0; d < head_dim; ++d, tile += kStep, q += kRows) {
+  const auto step = [&](uint32_t at_d) {
     Floats k[kTiles];
-    for (uint32_t i = 0; i < kTiles; ++i) {
-      const uint8_t* at = tile + i * tile_stride;
-      if constexpr (kStreams) {
-        prefetch_far(at + ahead);
-        prefetch_near(at + 512);
-      }
-      k[i] = Element::load(at);
-    }
+    for (uint32_t i = 0; i < kTiles; ++i) k[i] = Element::load(tile + i * tile_stride + at_d * kStep);
     for (uint32_t r = 0; r < kRows; ++r) {
-      const Floats q_d = set1(q[r]);
+      const Floats q_d = set1(q[at_d * kRows + r]);
       for (uint32_t i = 0; i < kTiles; ++i) sum[r][i] = fma(q_d, k[i], sum[r][i]);
     }
+  };
+  constexpr uint32_t kLine = 64 / kStep;  // elements of a key in a cache line
+  uint32_t d = 0;
+  for (; d + kLine <= head_dim; d += kLine, tile += kLine * kStep, q += kLine * kRows) {
+    if constexpr (kStreams) {
+      for (uint32_t i = 0; i < kTiles; ++i) {
+        prefetch_far(tile + i * tile_stride + ahead);
+        prefetch_near(tile + i * tile_stride + 1024);
+      }
+    }
+    for (uint32_t i = 0; i < kLine; ++i) step(i);
   }
+  if (d < head_dim) step(0);
   for (uint32_t r = 0; r < kRows; ++r)
     for (uint32_t i = 0; i < kTiles; ++i) store(p + r * kKeyBlock + 16 * i, mul(set1(scale), sum[r][i]));
 }
@@ -509,14 +514,14 @@ inline void add_values(float* acc, uint32_t head_dim, const float* p, const uint
     Floats v_j[kSums];
     for (uint32_t i = 0; i < kSums; ++i) {
       const uint8_t* at = v + 16 * i * Element::kBytes;
-      if constexpr (kStreams) {
+      if (kStreams && 16 * i * Element::kBytes % 64 == 0) {
         prefetch_far(at + ahead);
         prefetch_near(at + 4 * stride);
       }
       v_j[i] = kVectors == 0 ? Element::load_n(at, n) : Element::load(at);
     }
     for (uint32_t r = 0; r < kRows; ++r) {
-      const Floats p_j = set1(p[r * kKeyBlock + j]);
+      const Floats p_j = set1(p[size_t{r} * kKeyBlock + j]);
       for (uint32_t i = 0; i < kSums; ++i) a[r][i] = fma(p_j, v_j[i], a[r][i]);
     }
   }
@@ -558,11 +563,19 @@ struct Attention {
 
   uint32_t first_key(uint32_t at) const { return kv.window == 0 || at < kv.window ? 0 : at - kv.window + 1; }
 
-  // What query i sees of the block at `block`.
-  KeyRange seen(uint32_t i, uint32_t block) const {
-    const uint32_t last = position + i / num_q, first = first_key(last);
-    if (last < block) return {0, 0};
-    return {first > block ? min_u32(first - block, kKeyBlock) : 0, min_u32(last - block + 1, kKeyBlock)};
+  // What queries [i, i + kRows) see of a block. Returns whether that is all of it for all of them.
+  template <uint32_t kRows>
+  bool see(uint32_t i, uint32_t block, KeyRange (&keys)[kRows]) const {
+    uint32_t last = position + i / num_q, head = i % num_q;
+    bool all = true;
+    for (uint32_t r = 0; r < kRows; ++r) {
+      const uint32_t first = first_key(last);
+      keys[r] = {first > block ? min_u32(first - block, kKeyBlock) : 0,
+                 last < block ? 0 : min_u32(last - block + 1, kKeyBlock)};
+      all = all && keys[r].begin == 0 && keys[r].end == kKeyBlock;
+      if (++head == num_q) head = 0, ++last;
+    }
+    return all;
   }
 
   // Scores of queries [i, i + kRows), whole tiles of keys at a time; -infinity for keys that a query does not see.
@@ -572,11 +585,14 @@ struct Attention {
     const size_t tile_bytes = size_t{kv.head_dim} * kTileRows * Element::kBytes;
     const float* q_i = q + size_t{i} * kv.head_dim;
     float* p_i = p + size_t{i} * kKeyBlock;
-    KeyRange any = {kKeyBlock, 0};
-    for (uint32_t r = 0; r < kRows; ++r) {
-      const KeyRange keys = seen(i + r, block.position);
-      if (keys.empty()) continue;
-      any = {min_u32(any.begin, keys.begin), any.end > keys.end ? any.end : keys.end};
+    KeyRange keys[kRows], any = {0, kKeyBlock};
+    const bool sees_all = see<kRows>(i, block.position, keys);
+    if (!sees_all) {
+      any = {kKeyBlock, 0};
+      for (const KeyRange& k : keys) {
+        if (k.empty()) continue;
+        any = {min_u32(any.begin, k.begin), any.end > k.end ? any.end : k.end};
+      }
     }
     if (any.empty()) return;
     uint32_t tile = any.begin / kTileRows;
@@ -587,10 +603,10 @@ struct Attention {
     for (; tile < tile_end; ++tile)
       score_tiles<Element, kStreams, kRows, 1>(q_i, kv.head_dim, block.keys + tile * tile_bytes, block.keys_ahead,
                                                kv.scale, p_i + tile * kTileRows);
+    if (sees_all) return;
     for (uint32_t r = 0; r < kRows; ++r) {
-      const KeyRange keys = seen(i + r, block.position);
-      for (uint32_t j = 0; j < keys.begin; ++j) p_i[r * kKeyBlock + j] = -kInfinity;
-      for (uint32_t j = keys.end; j < kKeyBlock; ++j) p_i[r * kKeyBlock + j] = -kInfinity;
+      for (uint32_t j = 0; j < keys[r].begin; ++j) p_i[r * kKeyBlock + j] = -kInfinity;
+      for (uint32_t j = keys[r].end; j < kKeyBlock; ++j) p_i[r * kKeyBlock + j] = -kInfinity;
     }
   }
 
@@ -651,11 +667,12 @@ struct Attention {
   void softmax_and_values(uint32_t i, const KeysBlock& block) const {
     KeyRange keys[kRows];
     KeyRange common = {0, kKeyBlock};
+    const bool sees_all = see<kRows>(i, block.position, keys);
     for (uint32_t r = 0; r < kRows; ++r) {
-      keys[r] = seen(i + r, block.position);
       common = {common.begin > keys[r].begin ? common.begin : keys[r].begin, min_u32(common.end, keys[r].end)};
     }
     softmax<kRows>(i, keys);
+    if (sees_all) return add_range<Element, kStreams, kRows>(i, block, common);
     if (common.empty()) {
       for (uint32_t r = 0; r < kRows; ++r) add_range<Element, kStreams, 1>(i + r, block, keys[r]);
       return;
@@ -690,15 +707,16 @@ struct Attention {
   }
 };
 
-// n stored values as floats.
+// n stored values as floats; the bytes `ahead` of those read are brought near.
 template <class Element>
-inline void widen(const uint8_t* from, float* to, size_t n) {
+inline void widen(const uint8_t* from, float* to, size_t n, ptrdiff_t ahead) {
   size_t i = 0;
-  for (; i + 16 <= n; i += 16) {
-    prefetch_far(from + i * Element::kBytes + (16 << 10));
-    prefetch_near(from + i * Element::kBytes + 1024);
+  for (; i + 32 <= n; i += 32) {
+    prefetch_far(from + i * Element::kBytes + ahead);
     store(to + i, Element::load(from + i * Element::kBytes));
+    store(to + i + 16, Element::load(from + (i + 16) * Element::kBytes));
   }
+  for (; i + 16 <= n; i += 16) store(to + i, Element::load(from + i * Element::kBytes));
   const uint32_t rest = static_cast<uint32_t>(n - i);
   if (rest > 0) store_n(to + i, Element::load_n(from + i * Element::kBytes, rest), rest);
 }
@@ -732,16 +750,16 @@ void attend_typed(const KeysAndValues& kv, const float* const* q, uint32_t num_q
   const size_t row_bytes = width * Element::kBytes;
   for (uint32_t at = first / kKeyBlock * kKeyBlock; at <= last; at += kKeyBlock) {
     const uint32_t begin = at < first ? first : at, end = min_u32(at + kKeyBlock, last + 1);
+    const ptrdiff_t ahead = end > last ? 0 : static_cast<ptrdiff_t>(kKeyBlock * row_bytes);
     if (tiles > 1 && Element::kBytes != F32::kBytes) {
       const uint32_t key_begin = begin / kTileRows * kTileRows, key_end = (end + kTileRows - 1) / kTileRows * kTileRows;
       widen<Element>(keys + key_begin * row_bytes, a.block_keys + (key_begin - at) * width,
-                     (key_end - key_begin) * width);
-      widen<Element>(values + begin * row_bytes, a.block_values + (begin - at) * width, (end - begin) * width);
+                     (key_end - key_begin) * width, ahead);
+      widen<Element>(values + begin * row_bytes, a.block_values + (begin - at) * width, (end - begin) * width, ahead);
       const KeysBlock block = {at, reinterpret_cast<const uint8_t*>(a.block_keys),
                                reinterpret_cast<const uint8_t*>(a.block_values), 0, 0};
       a.add_block<F32, false>(queries, tiles, block);
     } else {
-      const ptrdiff_t ahead = end > last ? 0 : static_cast<ptrdiff_t>(kKeyBlock * row_bytes);
       a.add_block<Element, true>(queries, tiles, {at, keys + at * row_bytes, values + at * row_bytes, ahead, ahead});
     }
   }
