@@ -550,7 +550,7 @@ constexpr uint32_t kRowTile = min_u32(8, kLiveSums);
 
 constexpr uint32_t power_of_two_within(uint32_t n) { return n < 2 ? 1 : 2 * power_of_two_within(n / 2); }
 
-// p[r][16 i + lane] = scale * the products of query r with the keys of tile i. q: [head_dim, kRows]; p: rows of
+// p[r][16 i + lane] = scale * the products of query r with the keys of tile i. q: [kRows, head_dim]; p: rows of
 // kKeyBlock. The bytes `ahead` of those read are brought near where kStreams.
 template <class Element, bool kStreams, uint32_t kRows, uint32_t kTiles>
 inline void score_tiles(const float* q, uint32_t head_dim, const uint8_t* tile, ptrdiff_t ahead, float scale,
@@ -564,13 +564,13 @@ inline void score_tiles(const float* q, uint32_t head_dim, const uint8_t* tile, 
     Floats k[kTiles];
     for (uint32_t i = 0; i < kTiles; ++i) k[i] = Element::load(tile + i * tile_stride + at_d * kStep);
     for (uint32_t r = 0; r < kRows; ++r) {
-      const Floats q_d = set1(q[at_d * kRows + r]);
+      const Floats q_d = set1(q[size_t{r} * head_dim + at_d]);
       for (uint32_t i = 0; i < kTiles; ++i) sum[r][i] = fma(q_d, k[i], sum[r][i]);
     }
   };
   constexpr uint32_t kLine = 64 / kStep;  // elements of a key in a cache line
   uint32_t d = 0;
-  for (; d + kLine <= head_dim; d += kLine, tile += kLine * kStep, q += kLine * kRows) {
+  for (; d + kLine <= head_dim; d += kLine, tile += kLine * kStep, q += kLine) {
     if constexpr (kStreams) {
       for (uint32_t i = 0; i < kTiles; ++i) {
         prefetch_far(tile + i * tile_stride + ahead);
@@ -643,7 +643,7 @@ struct Attention {
   float *block_keys, *block_values;  // [kKeyBlock * head_dim] each
   float* p;                          // [queries, kKeyBlock]
   float* sums;                       // [queries, 16]
-  float* q;                          // per tile of queries: [head_dim, queries]
+  float* q;                          // [queries, head_dim]
   float* acc;                        // [queries, head_dim]
   float* running_max;                // [queries]
 
@@ -690,10 +690,7 @@ struct Attention {
       score_tiles<Element, kStreams, kRows, 1>(q_i, kv.head_dim, block.keys + tile * tile_bytes, block.keys_ahead,
                                                kv.scale, p_i + tile * kTileRows);
     if (sees_all) return;
-    for (uint32_t r = 0; r < kRows; ++r) {
-      for (uint32_t j = 0; j < keys[r].begin; ++j) p_i[r * kKeyBlock + j] = -kInfinity;
-      for (uint32_t j = keys[r].end; j < kKeyBlock; ++j) p_i[r * kKeyBlock + j] = -kInfinity;
-    }
+    for (uint32_t r = 0; r < kRows; ++r) set_unseen(p_i + r * kKeyBlock, keys[r], -kInfinity);
   }
 
   // Scores to weights exp(s - max), and what earlier blocks gave brought to the new maximum.
@@ -706,26 +703,34 @@ struct Attention {
       const float block_max = max_lanes(max(max(load(p_r), load(p_r + 16)), max(load(p_r + 32), load(p_r + 48))));
       const float before = running_max[i + r];
       running_max[i + r] = before > block_max ? before : block_max;
-      change[r] = before - running_max[i + r];
+      // Nothing to change yet where there was no earlier block.
+      change[r] = before == -kInfinity ? 0.0f : before - running_max[i + r];
     }
     store(change, exp_lanes(load(change)));
     for (uint32_t r = 0; r < kRows; ++r) {
       if (keys[r].empty()) continue;
       float* p_r = p + size_t{i + r} * kKeyBlock;
-      Floats e[4];
-      for (uint32_t g = 0; g < 4; ++g) {
-        e[g] = exp_lanes(sub(load(p_r + 16 * g), set1(running_max[i + r])));
-        store(p_r + 16 * g, e[g]);
-      }
+      const Floats m = set1(running_max[i + r]);
+      // exp(-infinity) would be 0 too, but takes a hundred cycles to underflow.
+      set_unseen(p_r, keys[r], running_max[i + r]);
+      for (uint32_t j = 0; j < kKeyBlock; j += 16) store(p_r + j, exp_lanes(sub(load(p_r + j), m)));
+      set_unseen(p_r, keys[r], 0.0f);
+      const Floats sum = add(add(load(p_r), load(p_r + 16)), add(load(p_r + 32), load(p_r + 48)));
       float* l = sums + size_t{i + r} * 16;
       const Floats c = set1(change[r]);
-      store(l, fma(load(l), c, add(add(e[0], e[1]), add(e[2], e[3]))));
+      store(l, fma(load(l), c, sum));
       if (change[r] == 1.0f) continue;
       float* acc_r = acc + size_t{i + r} * kv.head_dim;
       uint32_t d = 0;
       for (; d + 16 <= kv.head_dim; d += 16) store(acc_r + d, mul(load(acc_r + d), c));
       if (d < kv.head_dim) store_n(acc_r + d, mul(load_n(acc_r + d, kv.head_dim - d), c), kv.head_dim - d);
     }
+  }
+
+  // Scores of one query for keys that it does not see.
+  static void set_unseen(float* p_r, KeyRange keys, float value) {
+    for (uint32_t j = 0; j < keys.begin; ++j) p_r[j] = value;
+    for (uint32_t j = keys.end; j < kKeyBlock; ++j) p_r[j] = value;
   }
 
   template <class Element, bool kStreams, uint32_t kRows>
@@ -822,13 +827,8 @@ void attend_typed(const KeysAndValues& kv, const float* const* q, uint32_t num_q
   for (uint32_t i = 0; i < 16 * queries; ++i) a.sums[i] = 0.0f;
   for (size_t i = 0; i < width * queries; ++i) a.acc[i] = 0.0f;
   for (uint32_t i = 0; i < queries; ++i) a.running_max[i] = -kInfinity;
-  for (uint32_t t = 0; t < tiles; ++t) {
-    const uint32_t begin = queries * t / tiles, rows = queries * (t + 1) / tiles - begin;
-    for (uint32_t r = 0; r < rows; ++r) {
-      const float* from = q[(begin + r) / num_q] + (begin + r) % num_q * width;
-      for (uint32_t d = 0; d < head_dim; ++d) a.q[begin * width + d * rows + r] = from[d];
-    }
-  }
+  // Queries side by side: where they lie in the pass, a power of two apart, they would meet in the L1 cache.
+  for (uint32_t i = 0; i < n; ++i) __builtin_memcpy(a.q + i * num_q * width, q[i], num_q * width * sizeof(float));
 
   const uint8_t* keys = static_cast<const uint8_t*>(kv.keys);
   const uint8_t* values = static_cast<const uint8_t*>(kv.values);
