@@ -17,6 +17,7 @@ import numpy as np
 from headrace import _core
 from headrace.commands.model import Text, open_model_and_text
 from headrace.commands.run import prefill_progress, session_report
+from headrace.commands.trace_report import count_of
 from headrace.engine import Engine, EngineOptions, Routing
 from headrace.errors import HeadraceError
 from headrace.experts.trace_file import TraceWriter, check_destination, identify
@@ -102,7 +103,7 @@ def record(options: TraceOptions) -> None:
         print(json.dumps(report))
         return
     print(
-        f"{options.output}: {report['tokens']} tokens in {report['sequences']} sequences of {report['model']}, "
+        f"{options.output}: {report['tokens']} tokens in {count_of(len(sequences), 'sequence')} of {report['model']}, "
         f"{len(checkpoint.experts)} layers, {config.num_experts_per_tok} of {config.num_experts} experts, "
         f"{format_size(report['trace_bytes'])}; {report['prefill_tps']:.1f} tokens/s, "
         f"peak memory {format_size(report['peak_rss_bytes'])} of {format_size(report['budget_bytes'])}"
