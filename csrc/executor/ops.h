@@ -3,9 +3,11 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "executor/executor.h"
+#include "executor/mapping.h"
 #include "executor/program.h"
 #include "executor/thread_pool.h"
 #include "executor/weights.h"
@@ -41,9 +43,10 @@ struct RowPointers {
 struct OpBuffers {
   RouteMap routes;
   RowPointers rows;
-  std::vector<uint32_t> order;                // of rows by token
-  std::vector<std::vector<float>> attention;  // per thread
-  std::vector<uint32_t> taken;                // by ExpertMemory::take
+  std::vector<uint32_t> order;         // of rows: by token, by sequence
+  std::vector<uint32_t> chunks;        // of attention: where each begins in `order`, and the end
+  std::unique_ptr<Mapping> attention;  // the kernel's scratch, per thread
+  std::vector<uint32_t> taken;         // by ExpertMemory::take
   std::vector<ExpertJob> jobs;
 };
 

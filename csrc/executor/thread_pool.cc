@@ -27,6 +27,8 @@ constexpr uint32_t kMaxThreads = 1024;
 inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");  // yield does nothing on most processors
 #endif
 }
 

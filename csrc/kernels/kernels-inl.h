@@ -434,170 +434,349 @@ void store_kv(const float* x, void* out, uint32_t n, DType kv_type) {
   }
 }
 
-constexpr uint32_t kKeyBlock = 32;
-
-// sum[h][j] += q[h, d..] * key[j, d..] for n <= 16 elements. A key is converted once for all heads.
-template <class Element, bool kWhole, uint32_t kHeads, uint32_t kKeys>
-inline void add_products(const float* q, uint32_t head_dim, const uint8_t* const* key, uint32_t d, uint32_t n,
-                         Floats (&sum)[kHeads][kKeys]) {
-  Floats q_d[kHeads];
-  for (uint32_t h = 0; h < kHeads; ++h) {
-    const float* p = q + size_t{h} * head_dim + d;
-    q_d[h] = kWhole ? load(p) : load_n(p, n);
-  }
-  for (uint32_t j = 0; j < kKeys; ++j) {
-    const uint8_t* p = key[j] + size_t{d} * Element::kBytes;
-    const Floats k_d = kWhole ? Element::load(p) : Element::load_n(p, n);
-    for (uint32_t h = 0; h < kHeads; ++h) sum[h][j] = fma(q_d[h], k_d, sum[h][j]);
+template <class Element>
+inline void store_key_typed(const float* x, uint32_t head_dim, uint32_t position, uint8_t* keys) {
+  constexpr uint32_t kStep = kTileRows * Element::kBytes;
+  uint8_t* to = keys + position / kTileRows * size_t{head_dim} * kStep + position % kTileRows * Element::kBytes;
+  for (uint32_t d = 0; d < head_dim; d += 16) {
+    const uint32_t n = min_u32(16, head_dim - d);
+    uint8_t stored[kStep];
+    Element::store_n(stored, load_n(x + d, n), n);
+    for (uint32_t i = 0; i < n; ++i, to += kStep) __builtin_memcpy(to, stored + i * Element::kBytes, Element::kBytes);
   }
 }
 
-// p[h][j] = scale * lane_sum(q[h] * key[j]) for kHeads heads and 16 / kHeads keys. p: rows of 32.
-template <class Element, uint32_t kHeads>
-inline void scores16(const float* q, uint32_t head_dim, const uint8_t* const* key, float scale, float* p) {
-  constexpr uint32_t kKeys = 16 / kHeads;
-  // More than 8 keys at once would meet in the same sets of the L1 cache.
-  constexpr uint32_t kGroup = min_u32(min_u32(kKeys, 8), kLiveSums / kHeads);
-  Floats sums[16];
-  for (uint32_t first = 0; first < kKeys; first += kGroup) {
-    Floats sum[kHeads][kGroup];
-    for (uint32_t h = 0; h < kHeads; ++h)
-      for (uint32_t j = 0; j < kGroup; ++j) sum[h][j] = set1(0.0f);
-    uint32_t d = 0;
-    for (; d + 16 <= head_dim; d += 16) add_products<Element, true>(q, head_dim, key + first, d, 16, sum);
-    if (d < head_dim) add_products<Element, false>(q, head_dim, key + first, d, head_dim - d, sum);
-    for (uint32_t h = 0; h < kHeads; ++h)
-      for (uint32_t j = 0; j < kGroup; ++j) sums[h * kKeys + first + j] = sum[h][j];
+void store_key(const float* x, uint32_t head_dim, uint32_t position, DType kv_type, void* keys) {
+  uint8_t* to = static_cast<uint8_t*>(keys);
+  if (kv_type == DType::kF16) {
+    store_key_typed<F16>(x, head_dim, position, to);
+  } else {
+    store_key_typed<F32>(x, head_dim, position, to);
   }
-  float scores[16];
-  store(scores, mul(set1(scale), sum_lanes16(sums)));
-  for (uint32_t h = 0; h < kHeads; ++h) __builtin_memcpy(p + h * kKeyBlock, scores + h * kKeys, kKeys * sizeof(float));
 }
 
-// acc[h][d..] += p[h][j] * v[j][d..], keys in turn, for kVectors * 16 elements, or n where kVectors is 0.
-template <class Element, uint32_t kHeads, uint32_t kVectors>
-inline void add_values(float* acc, uint32_t head_dim, const float* p, const uint8_t* v, size_t stride_bytes,
-                       uint32_t keys, uint32_t n) {
+// Attention works on tiles of up to kRowTile queries (rows of the pass times heads that share the kv head) and blocks
+// of kKeyBlock keys. Both products keep their sums in registers: of scores the lanes are keys, which is why keys lie in
+// tile layout; of outputs the lanes are elements of a value. A key or value is loaded once for all queries of a tile,
+// and where there are several tiles a block is converted to floats once for all of them and stays in the L1 cache.
+// No sum crosses lanes but the last one of l, so a query's result does not depend on the tile it is in.
+constexpr uint32_t kRowTile = min_u32(8, kLiveSums);
+
+constexpr uint32_t power_of_two_within(uint32_t n) { return n < 2 ? 1 : 2 * power_of_two_within(n / 2); }
+
+// p[r][16 i + lane] = scale * the products of query r with the keys of tile i. q: [head_dim, kRows]; p: rows of
+// kKeyBlock. The bytes `ahead` of those read are brought near where kStreams.
+template <class Element, bool kStreams, uint32_t kRows, uint32_t kTiles>
+inline void score_tiles(const float* q, uint32_t head_dim, const uint8_t* tile, ptrdiff_t ahead, float scale,
+                        float* p) {
+  constexpr uint32_t kStep = kTileRows * Element::kBytes;
+  const size_t tile_stride = size_t{head_dim} * kStep;
+  Floats sum[kRows][kTiles];
+  for (uint32_t r = 0; r < kRows; ++r)
+    for (uint32_t i = 0; i < kTiles; ++i) sum[r][i] = set1(0.0f);
+  const auto step = [&](uint32_t at_d) {
+    Floats k[kTiles];
+    for (uint32_t i = 0; i < kTiles; ++i) k[i] = Element::load(tile + i * tile_stride + at_d * kStep);
+    for (uint32_t r = 0; r < kRows; ++r) {
+      const Floats q_d = set1(q[at_d * kRows + r]);
+      for (uint32_t i = 0; i < kTiles; ++i) sum[r][i] = fma(q_d, k[i], sum[r][i]);
+    }
+  };
+  constexpr uint32_t kLine = 64 / kStep;  // elements of a key in a cache line
+  uint32_t d = 0;
+  for (; d + kLine <= head_dim; d += kLine, tile += kLine * kStep, q += kLine * kRows) {
+    if constexpr (kStreams) {
+      for (uint32_t i = 0; i < kTiles; ++i) {
+        prefetch_far(tile + i * tile_stride + ahead);
+        prefetch_near(tile + i * tile_stride + 1024);
+      }
+    }
+    for (uint32_t i = 0; i < kLine; ++i) step(i);
+  }
+  if (d < head_dim) step(0);
+  for (uint32_t r = 0; r < kRows; ++r)
+    for (uint32_t i = 0; i < kTiles; ++i) store(p + r * kKeyBlock + 16 * i, mul(set1(scale), sum[r][i]));
+}
+
+// acc[r][0..] += p[r][j] * v[j][0..] for keys j < keys in turn: kVectors * 16 elements, or n where kVectors is 0.
+template <class Element, bool kStreams, uint32_t kRows, uint32_t kVectors>
+inline void add_values(float* acc, uint32_t head_dim, const float* p, const uint8_t* v, uint32_t keys, ptrdiff_t ahead,
+                       uint32_t n) {
   constexpr uint32_t kSums = kVectors == 0 ? 1 : kVectors;
-  Floats a[kHeads][kSums];
-  for (uint32_t h = 0; h < kHeads; ++h)
+  const size_t stride = size_t{head_dim} * Element::kBytes;
+  Floats a[kRows][kSums];
+  for (uint32_t r = 0; r < kRows; ++r)
     for (uint32_t i = 0; i < kSums; ++i) {
-      const float* from = acc + size_t{h} * head_dim + 16 * i;
-      a[h][i] = kVectors == 0 ? load_n(from, n) : load(from);
+      const float* from = acc + size_t{r} * head_dim + 16 * i;
+      a[r][i] = kVectors == 0 ? load_n(from, n) : load(from);
     }
-  for (uint32_t j = 0; j < keys; ++j, v += stride_bytes) {
+  for (uint32_t j = 0; j < keys; ++j, v += stride) {
+    Floats v_j[kSums];
     for (uint32_t i = 0; i < kSums; ++i) {
-      const Floats v_i = kVectors == 0 ? Element::load_n(v, n) : Element::load(v + 16 * i * Element::kBytes);
-      for (uint32_t h = 0; h < kHeads; ++h) a[h][i] = fma(set1(p[h * kKeyBlock + j]), v_i, a[h][i]);
+      const uint8_t* at = v + 16 * i * Element::kBytes;
+      if (kStreams && 16 * i * Element::kBytes % 64 == 0) {
+        prefetch_far(at + ahead);
+        prefetch_near(at + 4 * stride);
+      }
+      v_j[i] = kVectors == 0 ? Element::load_n(at, n) : Element::load(at);
+    }
+    for (uint32_t r = 0; r < kRows; ++r) {
+      const Floats p_j = set1(p[size_t{r} * kKeyBlock + j]);
+      for (uint32_t i = 0; i < kSums; ++i) a[r][i] = fma(p_j, v_j[i], a[r][i]);
     }
   }
-  for (uint32_t h = 0; h < kHeads; ++h)
+  for (uint32_t r = 0; r < kRows; ++r)
     for (uint32_t i = 0; i < kSums; ++i) {
-      float* to = acc + size_t{h} * head_dim + 16 * i;
+      float* to = acc + size_t{r} * head_dim + 16 * i;
       if constexpr (kVectors == 0) {
-        store_n(to, a[h][i], n);
+        store_n(to, a[r][i], n);
       } else {
-        store(to, a[h][i]);
+        store(to, a[r][i]);
       }
     }
 }
 
-// The state of one row's attention, in the caller's scratch: accumulators [num_q, head_dim], then for each head the
-// running maximum, the running sum and the block's 32 scores.
-template <class Element>
+// Keys of a block, as offsets from its first.
+struct KeyRange {
+  uint32_t begin, end;
+  bool empty() const { return begin >= end; }
+};
+
+// One block of keys and values: its first position, its data, and how far on the next block's lie.
+struct KeysBlock {
+  uint32_t position;
+  const uint8_t* keys;
+  const uint8_t* values;
+  ptrdiff_t keys_ahead, values_ahead;
+};
+
+// The state of one call, in the caller's scratch.
 struct Attention {
-  const float* q;
-  uint32_t num_q, head_dim;
-  float* acc;
-  float* running_max;
-  float* running_sum;
-  float* p;
+  const KeysAndValues& kv;
+  const uint32_t num_q, position;
+  float *block_keys, *block_values;  // [kKeyBlock * head_dim] each
+  float* p;                          // [queries, kKeyBlock]
+  float* sums;                       // [queries, 16]
+  float* q;                          // per tile of queries: [head_dim, queries]
+  float* acc;                        // [queries, head_dim]
+  float* running_max;                // [queries]
 
-  template <uint32_t kHeads>
-  void scores(uint32_t h, const uint8_t* const* key, uint32_t keys, float scale) {
-    for (uint32_t j = 0; j < keys; j += 16 / kHeads)
-      scores16<Element, kHeads>(q + size_t{h} * head_dim, head_dim, key + j, scale, p + h * kKeyBlock + j);
+  uint32_t first_key(uint32_t at) const { return kv.window == 0 || at < kv.window ? 0 : at - kv.window + 1; }
+
+  // What queries [i, i + kRows) see of a block. Returns whether that is all of it for all of them.
+  template <uint32_t kRows>
+  bool see(uint32_t i, uint32_t block, KeyRange (&keys)[kRows]) const {
+    uint32_t last = position + i / num_q, head = i % num_q;
+    bool all = true;
+    for (uint32_t r = 0; r < kRows; ++r) {
+      const uint32_t first = first_key(last);
+      keys[r] = {first > block ? min_u32(first - block, kKeyBlock) : 0,
+                 last < block ? 0 : min_u32(last - block + 1, kKeyBlock)};
+      all = all && keys[r].begin == 0 && keys[r].end == kKeyBlock;
+      if (++head == num_q) head = 0, ++last;
+    }
+    return all;
   }
 
-  // Scores to weights p = exp(s - max), the earlier blocks' results brought to the new maximum.
-  void softmax(uint32_t h, uint32_t keys) {
-    float* p_h = p + h * kKeyBlock;
-    for (uint32_t j = keys; j < kKeyBlock; ++j) p_h[j] = -kInfinity;
-    const float block_max = max_lanes(max(load(p_h), load(p_h + 16)));
-    const float new_max = running_max[h] > block_max ? running_max[h] : block_max;
-    for (uint32_t j = 0; j < kKeyBlock; j += 16) store(p_h + j, exp_lanes(sub(load(p_h + j), set1(new_max))));
-    const float c = exp_one(running_max[h] - new_max);
-    float sum = 0.0f;
-    for (uint32_t j = 0; j < keys; ++j) sum += p_h[j];
-    running_sum[h] = __builtin_fmaf(running_sum[h], c, sum);
-    running_max[h] = new_max;
-    float* acc_h = acc + size_t{h} * head_dim;
-    for (uint32_t d = 0; d < head_dim; ++d) acc_h[d] = acc_h[d] * c;
+  // Scores of queries [i, i + kRows), whole tiles of keys at a time; -infinity for keys that a query does not see.
+  template <class Element, bool kStreams, uint32_t kRows>
+  void score(uint32_t i, const KeysBlock& block) const {
+    constexpr uint32_t kTiles = power_of_two_within(min_u32(kKeyBlock / kTileRows, kLiveSums / kRows));
+    const size_t tile_bytes = size_t{kv.head_dim} * kTileRows * Element::kBytes;
+    const float* q_i = q + size_t{i} * kv.head_dim;
+    float* p_i = p + size_t{i} * kKeyBlock;
+    KeyRange keys[kRows], any = {0, kKeyBlock};
+    const bool sees_all = see<kRows>(i, block.position, keys);
+    if (!sees_all) {
+      any = {kKeyBlock, 0};
+      for (const KeyRange& k : keys) {
+        if (k.empty()) continue;
+        any = {min_u32(any.begin, k.begin), any.end > k.end ? any.end : k.end};
+      }
+    }
+    if (any.empty()) return;
+    uint32_t tile = any.begin / kTileRows;
+    const uint32_t tile_end = (any.end + kTileRows - 1) / kTileRows;
+    for (; tile + kTiles <= tile_end; tile += kTiles)
+      score_tiles<Element, kStreams, kRows, kTiles>(q_i, kv.head_dim, block.keys + tile * tile_bytes, block.keys_ahead,
+                                                    kv.scale, p_i + tile * kTileRows);
+    for (; tile < tile_end; ++tile)
+      score_tiles<Element, kStreams, kRows, 1>(q_i, kv.head_dim, block.keys + tile * tile_bytes, block.keys_ahead,
+                                               kv.scale, p_i + tile * kTileRows);
+    if (sees_all) return;
+    for (uint32_t r = 0; r < kRows; ++r) {
+      for (uint32_t j = 0; j < keys[r].begin; ++j) p_i[r * kKeyBlock + j] = -kInfinity;
+      for (uint32_t j = keys[r].end; j < kKeyBlock; ++j) p_i[r * kKeyBlock + j] = -kInfinity;
+    }
   }
 
-  template <uint32_t kHeads>
-  void values(uint32_t h, const uint8_t* v, size_t stride_bytes, uint32_t keys) {
-    constexpr uint32_t kVectors = min_u32(8, kLiveSums / kHeads);
-    float* acc_h = acc + size_t{h} * head_dim;
-    const float* p_h = p + h * kKeyBlock;
+  // Scores to weights exp(s - max), and what earlier blocks gave brought to the new maximum.
+  template <uint32_t kRows>
+  void softmax(uint32_t i, const KeyRange (&keys)[kRows]) const {
+    float change[16] = {};
+    for (uint32_t r = 0; r < kRows; ++r) {
+      if (keys[r].empty()) continue;
+      const float* p_r = p + size_t{i + r} * kKeyBlock;
+      const float block_max = max_lanes(max(max(load(p_r), load(p_r + 16)), max(load(p_r + 32), load(p_r + 48))));
+      const float before = running_max[i + r];
+      running_max[i + r] = before > block_max ? before : block_max;
+      change[r] = before - running_max[i + r];
+    }
+    store(change, exp_lanes(load(change)));
+    for (uint32_t r = 0; r < kRows; ++r) {
+      if (keys[r].empty()) continue;
+      float* p_r = p + size_t{i + r} * kKeyBlock;
+      Floats e[4];
+      for (uint32_t g = 0; g < 4; ++g) {
+        e[g] = exp_lanes(sub(load(p_r + 16 * g), set1(running_max[i + r])));
+        store(p_r + 16 * g, e[g]);
+      }
+      float* l = sums + size_t{i + r} * 16;
+      const Floats c = set1(change[r]);
+      store(l, fma(load(l), c, add(add(e[0], e[1]), add(e[2], e[3]))));
+      if (change[r] == 1.0f) continue;
+      float* acc_r = acc + size_t{i + r} * kv.head_dim;
+      uint32_t d = 0;
+      for (; d + 16 <= kv.head_dim; d += 16) store(acc_r + d, mul(load(acc_r + d), c));
+      if (d < kv.head_dim) store_n(acc_r + d, mul(load_n(acc_r + d, kv.head_dim - d), c), kv.head_dim - d);
+    }
+  }
+
+  template <class Element, bool kStreams, uint32_t kRows>
+  void add_range(uint32_t i, const KeysBlock& block, KeyRange keys) const {
+    if (keys.empty()) return;
+    constexpr uint32_t kVectors = power_of_two_within(min_u32(8, kLiveSums / kRows));
+    const uint32_t n = keys.end - keys.begin;
+    const float* p_i = p + size_t{i} * kKeyBlock + keys.begin;
+    float* a = acc + size_t{i} * kv.head_dim;
+    const uint8_t* v = block.values + size_t{keys.begin} * kv.head_dim * Element::kBytes;
+    const ptrdiff_t ahead = block.values_ahead;
     uint32_t d = 0;
-    for (; d + 16 * kVectors <= head_dim; d += 16 * kVectors)
-      add_values<Element, kHeads, kVectors>(acc_h + d, head_dim, p_h, v + d * Element::kBytes, stride_bytes, keys, 0);
-    for (; d < head_dim; d += 16)
-      add_values<Element, kHeads, 0>(acc_h + d, head_dim, p_h, v + d * Element::kBytes, stride_bytes, keys,
-                                     min_u32(16, head_dim - d));
+    for (; d + 16 * kVectors <= kv.head_dim; d += 16 * kVectors)
+      add_values<Element, kStreams, kRows, kVectors>(a + d, kv.head_dim, p_i, v + d * Element::kBytes, n, ahead, 0);
+    for (; d + 16 <= kv.head_dim; d += 16)
+      add_values<Element, kStreams, kRows, 1>(a + d, kv.head_dim, p_i, v + d * Element::kBytes, n, ahead, 0);
+    if (d < kv.head_dim)
+      add_values<Element, kStreams, kRows, 0>(a + d, kv.head_dim, p_i, v + d * Element::kBytes, n, ahead,
+                                              kv.head_dim - d);
+  }
+
+  // Keys that all queries of the tile see are taken together, those before and after them one query at a time: adding
+  // 0 * v for a key that a query does not see could change its bits.
+  template <class Element, bool kStreams, uint32_t kRows>
+  void softmax_and_values(uint32_t i, const KeysBlock& block) const {
+    KeyRange keys[kRows];
+    KeyRange common = {0, kKeyBlock};
+    const bool sees_all = see<kRows>(i, block.position, keys);
+    for (uint32_t r = 0; r < kRows; ++r) {
+      common = {common.begin > keys[r].begin ? common.begin : keys[r].begin, min_u32(common.end, keys[r].end)};
+    }
+    softmax<kRows>(i, keys);
+    if (sees_all) return add_range<Element, kStreams, kRows>(i, block, common);
+    if (common.empty()) {
+      for (uint32_t r = 0; r < kRows; ++r) add_range<Element, kStreams, 1>(i + r, block, keys[r]);
+      return;
+    }
+    for (uint32_t r = 0; r < kRows; ++r) add_range<Element, kStreams, 1>(i + r, block, {keys[r].begin, common.begin});
+    add_range<Element, kStreams, kRows>(i, block, common);
+    for (uint32_t r = 0; r < kRows; ++r) add_range<Element, kStreams, 1>(i + r, block, {common.end, keys[r].end});
+  }
+
+  template <class Element, bool kStreams, uint32_t kRows>
+  void tile(uint32_t i, uint32_t rows, const KeysBlock& block, bool scores) const {
+    if (rows == kRows) {
+      if (scores) {
+        score<Element, kStreams, kRows>(i, block);
+      } else {
+        softmax_and_values<Element, kStreams, kRows>(i, block);
+      }
+    } else if constexpr (kRows > 1) {
+      tile<Element, kStreams, kRows - 1>(i, rows, block, scores);
+    }
+  }
+
+  // All queries with one block: first with its keys, then with its values.
+  template <class Element, bool kStreams>
+  void add_block(uint32_t queries, uint32_t tiles, const KeysBlock& block) const {
+    for (uint32_t step = 0; step < 2; ++step) {
+      for (uint32_t t = 0; t < tiles; ++t) {
+        const uint32_t i = queries * t / tiles, end = queries * (t + 1) / tiles;
+        tile<Element, kStreams, kRowTile>(i, end - i, block, step == 0);
+      }
+    }
   }
 };
 
-// Brings the next block's rows near while this one is worked on: left alone, attention waits for memory.
-inline void prefetch_rows(const uint8_t* first_row, size_t stride_bytes, uint32_t rows, uint32_t row_bytes) {
-  for (uint32_t j = 0; j < rows; ++j)
-    for (uint32_t i = 0; i < row_bytes; i += 64) prefetch_far(first_row + j * stride_bytes + i);
+// n stored values as floats; the bytes `ahead` of those read are brought near.
+template <class Element>
+inline void widen(const uint8_t* from, float* to, size_t n, ptrdiff_t ahead) {
+  size_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    prefetch_far(from + i * Element::kBytes + ahead);
+    store(to + i, Element::load(from + i * Element::kBytes));
+    store(to + i + 16, Element::load(from + (i + 16) * Element::kBytes));
+  }
+  for (; i + 16 <= n; i += 16) store(to + i, Element::load(from + i * Element::kBytes));
+  const uint32_t rest = static_cast<uint32_t>(n - i);
+  if (rest > 0) store_n(to + i, Element::load_n(from + i * Element::kBytes, rest), rest);
 }
 
 template <class Element>
-void attend_typed(const float* q, uint32_t num_q, uint32_t head_dim, const uint8_t* k, const uint8_t* v,
-                  size_t stride_bytes, uint32_t first, uint32_t last, float scale, float* out, float* scratch) {
-  Attention<Element> a = {q, num_q, head_dim, scratch, nullptr, nullptr, nullptr};
-  a.running_max = a.acc + size_t{num_q} * head_dim;
-  a.running_sum = a.running_max + num_q;
-  a.p = a.running_sum + num_q;
-  for (size_t i = 0; i < size_t{num_q} * head_dim; ++i) a.acc[i] = 0.0f;
-  for (uint32_t h = 0; h < num_q; ++h) a.running_max[h] = -kInfinity, a.running_sum[h] = 0.0f;
-
-  for (uint32_t block = first / kKeyBlock; block <= last / kKeyBlock; ++block) {
-    const uint32_t block_begin = block * kKeyBlock;
-    const uint32_t begin = block_begin < first ? first : block_begin;
-    const uint32_t keys = min_u32(last - begin, block_begin + kKeyBlock - 1 - begin) + 1;
-    const uint32_t next_keys = min_u32(kKeyBlock, last - (begin + keys - 1));
-    const uint8_t* k_begin = k + begin * stride_bytes;
-    const uint8_t* v_begin = v + begin * stride_bytes;
-    const uint8_t* key[kKeyBlock];
-    for (uint32_t j = 0; j < kKeyBlock; ++j) {
-      key[j] = k_begin + (j < keys ? j : 0) * stride_bytes;  // a present key stands in for an absent one
+void attend_typed(const KeysAndValues& kv, const float* const* q, uint32_t num_q, uint32_t n, uint32_t position,
+                  float* const* out, float* scratch) {
+  const uint32_t queries = n * num_q, tiles = (queries + kRowTile - 1) / kRowTile, head_dim = kv.head_dim;
+  const size_t width = head_dim;
+  Attention a = {kv,      num_q,   position, scratch, scratch + kKeyBlock * width,
+                 nullptr, nullptr, nullptr,  nullptr, nullptr};
+  a.p = a.block_values + kKeyBlock * width;
+  a.sums = a.p + size_t{kKeyBlock} * queries;
+  a.q = a.sums + size_t{16} * queries;
+  a.acc = a.q + width * queries;
+  a.running_max = a.acc + width * queries;
+  for (uint32_t i = 0; i < 16 * queries; ++i) a.sums[i] = 0.0f;
+  for (size_t i = 0; i < width * queries; ++i) a.acc[i] = 0.0f;
+  for (uint32_t i = 0; i < queries; ++i) a.running_max[i] = -kInfinity;
+  for (uint32_t t = 0; t < tiles; ++t) {
+    const uint32_t begin = queries * t / tiles, rows = queries * (t + 1) / tiles - begin;
+    for (uint32_t r = 0; r < rows; ++r) {
+      const float* from = q[(begin + r) / num_q] + (begin + r) % num_q * width;
+      for (uint32_t d = 0; d < head_dim; ++d) a.q[begin * width + d * rows + r] = from[d];
     }
-
-    prefetch_rows(k_begin + keys * stride_bytes, stride_bytes, next_keys, head_dim * Element::kBytes);
-    uint32_t h = 0;
-    for (; h + 4 <= num_q; h += 4) a.template scores<4>(h, key, keys, scale);
-    for (; h < num_q; ++h) a.template scores<1>(h, key, keys, scale);
-    for (h = 0; h < num_q; ++h) a.softmax(h, keys);
-    prefetch_rows(v_begin + keys * stride_bytes, stride_bytes, next_keys, head_dim * Element::kBytes);
-    for (h = 0; h + 4 <= num_q; h += 4) a.template values<4>(h, v_begin, stride_bytes, keys);
-    for (; h < num_q; ++h) a.template values<1>(h, v_begin, stride_bytes, keys);
   }
-  for (uint32_t h = 0; h < num_q; ++h)
-    for (uint32_t d = 0; d < head_dim; ++d) out[h * head_dim + d] = a.acc[h * head_dim + d] / a.running_sum[h];
+
+  const uint8_t* keys = static_cast<const uint8_t*>(kv.keys);
+  const uint8_t* values = static_cast<const uint8_t*>(kv.values);
+  const uint32_t first = a.first_key(position), last = position + n - 1;
+  const size_t row_bytes = width * Element::kBytes;
+  for (uint32_t at = first / kKeyBlock * kKeyBlock; at <= last; at += kKeyBlock) {
+    const uint32_t begin = at < first ? first : at, end = min_u32(at + kKeyBlock, last + 1);
+    const ptrdiff_t ahead = end > last ? 0 : static_cast<ptrdiff_t>(kKeyBlock * row_bytes);
+    if (tiles > 1 && Element::kBytes != F32::kBytes) {
+      const uint32_t key_begin = begin / kTileRows * kTileRows, key_end = (end + kTileRows - 1) / kTileRows * kTileRows;
+      widen<Element>(keys + key_begin * row_bytes, a.block_keys + (key_begin - at) * width,
+                     (key_end - key_begin) * width, ahead);
+      widen<Element>(values + begin * row_bytes, a.block_values + (begin - at) * width, (end - begin) * width, ahead);
+      const KeysBlock block = {at, reinterpret_cast<const uint8_t*>(a.block_keys),
+                               reinterpret_cast<const uint8_t*>(a.block_values), 0, 0};
+      a.add_block<F32, false>(queries, tiles, block);
+    } else {
+      a.add_block<Element, true>(queries, tiles, {at, keys + at * row_bytes, values + at * row_bytes, ahead, ahead});
+    }
+  }
+
+  for (uint32_t i = 0; i < queries; ++i) {
+    const float l = sum_lanes(load(a.sums + size_t{16} * i));
+    float* to = out[i / num_q] + i % num_q * width;
+    for (uint32_t d = 0; d < head_dim; ++d) to[d] = a.acc[i * width + d] / l;
+  }
 }
 
-void attend(const float* q, uint32_t num_q, uint32_t head_dim, const void* k, const void* v, DType kv_type,
-            size_t stride_elems, uint32_t first, uint32_t last, float scale, float* out, float* scratch) {
-  const uint8_t* keys = static_cast<const uint8_t*>(k);
-  const uint8_t* values = static_cast<const uint8_t*>(v);
-  if (kv_type == DType::kF16) {
-    attend_typed<F16>(q, num_q, head_dim, keys, values, stride_elems * F16::kBytes, first, last, scale, out, scratch);
+void attend(const KeysAndValues& kv, const float* const* q, uint32_t num_q, uint32_t n, uint32_t position,
+            float* const* out, float* scratch) {
+  if (kv.type == DType::kF16) {
+    attend_typed<F16>(kv, q, num_q, n, position, out, scratch);
   } else {
-    attend_typed<F32>(q, num_q, head_dim, keys, values, stride_elems * F32::kBytes, first, last, scale, out, scratch);
+    attend_typed<F32>(kv, q, num_q, n, position, out, scratch);
   }
 }
 
@@ -659,6 +838,7 @@ constexpr Kernels make_table(const char* isa) {
       .rope_angles = rope_angles,
       .rope = rope,
       .store_kv = store_kv,
+      .store_key = store_key,
       .attend = attend,
       .route = route,
   };
