@@ -25,7 +25,7 @@ MAX_WINDOW = 9  # tokens; a verification pass of 8 drafts
 RESAMPLES = 2000
 MIN_SEQUENCES = 20
 PIECE_TOKENS = 16
-MAX_PIECES = 4096
+MAX_PIECES = 1024
 _SEED = 0
 
 
@@ -164,6 +164,7 @@ class _Counter:
         self._counts = np.zeros((num_layers, num_experts), np.int64)
         self._working_sets = _WorkingSets()
         self._tail = np.zeros((0, num_layers, num_experts), bool)  # the sequence's last tokens, MAX_WINDOW - 1 at most
+        self._unions = np.zeros((self._num_lengths, num_layers), np.int64)  # its last token's, of 1, 2, ... tokens
         self._at = 0  # position in the sequence
         self._last_sequence = -1
 
@@ -196,14 +197,19 @@ class _Counter:
         padded = np.concatenate([padding, history])  # padded[i + MAX_WINDOW - 1] is token i of the block
         before = np.zeros_like(used)  # used by the n - 1 tokens before
         hits = np.zeros((tokens, self._num_lengths, self.num_layers + 1), np.int64)
+        union = np.full((tokens, self.num_layers), self.top_k)  # of the n tokens that end here
         for i in range(self._num_lengths):
             lag = i + 1  # n - 1
             before |= padded[MAX_WINDOW - 1 - lag : MAX_WINDOW - 1 - lag + tokens]
-            exists = np.arange(tokens) + known >= lag
             repeated = np.take_along_axis(before, ids, axis=-1).sum(axis=-1)
-            hits[exists, i, :-1] = repeated[exists]
-            hits[exists, i, -1] = 1
-            self._union[i] += (before[exists].sum(axis=-1) + self.top_k - repeated[exists]).sum(axis=0)
+            # What the token adds to the n - 1 tokens that end before it.
+            earlier = np.concatenate([self._unions[i : i + 1], union[:-1]])
+            self._unions[i] = union[-1]
+            union = earlier + self.top_k - repeated
+            first = max(0, lag - known)  # the first token that has so many before it
+            hits[first:, i, :-1] = repeated[first:]
+            hits[first:, i, -1] = 1
+            self._union[i] += union[first:].sum(axis=0)
         self._tail = history[-(MAX_WINDOW - 1) :]
         return hits.reshape(tokens, -1)
 
