@@ -126,7 +126,8 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
 
     def scratch_bytes(rows: int) -> int:
         out_rows = min(rows, options.max_out_rows)
-        routing = 3 * 4 * math.prod(_routing_shape(checkpoint, rows)) if options.record_routing else 0
+        # ids, weights and scores, and as much again for what an observer makes of them.
+        routing = 2 * 3 * 4 * math.prod(_routing_shape(checkpoint, rows)) if options.record_routing else 0
         return plan_buffers(_graph_for(checkpoint, rows, options), rows, out_rows)[1] + routing
 
     needs = Needs(

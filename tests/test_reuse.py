@@ -85,7 +85,8 @@ def test_a_trace_by_hand(tmp_path):
 
 @pytest.mark.parametrize("block_tokens", [1, 3, 16, 1000])
 @pytest.mark.parametrize("lengths", [[60], [1], [8], [9], [5, 40, 1, 2, 33]])
-def test_like_the_definitions(lengths, block_tokens):
+def test_like_the_definitions(lengths, block_tokens, monkeypatch):
+    monkeypatch.setattr(reuse, "MAX_USES", 7 * 3 * 12)  # blocks are looked at in parts
     sequences = [random_ids(n, 3, 12, 3, seed=n) for n in lengths]
     expected = plain(sequences, 12)
     r = measure_reuse(ListedTrace(sequences, 12, block_tokens))

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.errors import HeadraceError
-from headrace.experts.traces import Block, Trace
+from headrace.experts.traces import Trace
 
 MAX_WINDOW = 9  # tokens; a verification pass of 8 drafts
 RESAMPLES = 2000
 MIN_SEQUENCES = 20
 PIECE_TOKENS = 16
 MAX_PIECES = 1024
+MAX_USES = 1 << 24  # tokens * layers * experts that are looked at together
 _SEED = 0
 
 
@@ -80,8 +81,10 @@ def measure_reuse(trace: Trace, num_experts: int | None = None) -> Reuse:
     """Reads a whole trace. num_experts: for a trace that does not say; None: its highest id and one."""
     num_experts = trace.num_experts or num_experts or _highest_id(trace) + 1
     counter = _Counter(trace.num_layers, num_experts, trace.top_k)
+    step = max(1, MAX_USES // (trace.num_layers * num_experts))
     for block in trace.blocks(values=False):
-        counter.add(block)
+        for begin in range(0, len(block.ids), step):
+            counter.add(block.sequence, block.ids[begin : begin + step].astype(np.int64))
     if not counter.num_tokens:
         raise HeadraceError(f"{trace.path}: holds no tokens; record it again")
     return counter.result()
@@ -168,15 +171,16 @@ class _Counter:
         self._at = 0  # position in the sequence
         self._last_sequence = -1
 
-    def add(self, block: Block) -> None:
-        if block.sequence != self._last_sequence:
+    def add(self, sequence: int, ids: np.ndarray) -> None:
+        """ids: int64 [tokens, layers, top_k], the next of their sequence."""
+        if sequence != self._last_sequence:
             self._end_sequence()
-            self._last_sequence = block.sequence
-        used = np.zeros((len(block.ids), self.num_layers, self.num_experts), bool)
-        np.put_along_axis(used, block.ids.astype(np.int64), True, axis=-1)
+            self._last_sequence = sequence
+        used = np.zeros((len(ids), self.num_layers, self.num_experts), bool)
+        np.put_along_axis(used, ids, True, axis=-1)
         self._counts += used.sum(axis=0)
         self._working_sets.add(used)
-        hits = self._windows(used, block.ids.astype(np.int64))
+        hits = self._windows(used, ids)
         self.num_tokens += len(used)
         begin = 0
         while begin < len(used):

@@ -20,7 +20,7 @@ import numpy as np
 
 from headrace import _core
 from headrace.errors import HeadraceError
-from headrace.experts.traces import MAX_EXPERTS, Block, ModelIdentity, Trace
+from headrace.experts.traces import MAX_EXPERTS, MAX_LAYERS, Block, ModelIdentity, Trace
 from headrace.formats.checkpoint import Checkpoint
 from headrace.formats.header import opened, read_at
 from headrace.models.fields import Fields
@@ -191,8 +191,8 @@ class RecordedTrace(Trace):
                     self._end = end
         if self.num_tokens is None and not partial:
             raise HeadraceError(
-                f"{path}: has no end: its recording was cut off, or the file was; record it again, or give --partial "
-                "to read its whole blocks"
+                f"{path}: has no end: its recording was cut off, or the file was; record it again "
+                "(`headrace trace --report --partial` reads its whole blocks)"
             )
 
     def blocks(self, values: bool = True) -> Iterator[Block]:
@@ -249,7 +249,7 @@ class RecordedTrace(Trace):
         model = fields.fields("model")
         self.model = ModelIdentity(model.text("name"), model.text("architecture"), model.text("fingerprint"))
         self.num_experts = fields.integer("num_experts", high=MAX_EXPERTS)
-        self.num_layers = fields.integer("num_layers", high=MAX_TOKEN_ROUTES)
+        self.num_layers = fields.integer("num_layers", high=MAX_LAYERS)
         self.top_k = fields.integer("top_k", high=min(self.num_experts, MAX_TOKEN_ROUTES // self.num_layers))
         return HEADER.size + json_bytes
 

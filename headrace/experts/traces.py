@@ -23,6 +23,7 @@ from headrace.formats.header import opened, read_at
 BLOCK_TOKENS = 256  # of a JSONL file, which has no blocks of its own
 # More than 65,536 ids fill, at most 256 layers deep; a line without an end is refused here.
 MAX_LINE_BYTES = 4 << 20
+MAX_LAYERS = 1024
 MAX_EXPERTS = 1 << 16  # ids are uint16
 
 
@@ -87,12 +88,12 @@ def open_trace(path: Path, num_experts: int | None = None, partial: bool = False
         magic = read_at(fd, min(len(MAGIC), size), 0, path)
     if magic and MAGIC.startswith(magic):
         return RecordedTrace(path, partial)
-    return JsonTrace(path, num_experts)
+    return JsonTrace(path, num_experts, partial)
 
 
 class JsonTrace(Trace):
-    def __init__(self, path: Path, num_experts: int | None):
-        self.path = path
+    def __init__(self, path: Path, num_experts: int | None, partial: bool = False):
+        self.path, self._partial = path, partial
         self._max_id = MAX_EXPERTS - 1  # a trace of another shape is better refused as such
         first = next(self._rows(), None)
         if first is None:
@@ -124,11 +125,14 @@ class JsonTrace(Trace):
                     return
                 if line.isspace():
                     continue
-                if len(line) > MAX_LINE_BYTES:
-                    raise HeadraceError(f"{where}: more than {MAX_LINE_BYTES} bytes; is this a trace?")
-                layers = _layers(line, where)
-                shape = shape or (len(layers), len(layers[0]))
-                self._check(layers, shape, where)
+                try:
+                    layers = _layers(line, where)
+                    shape = shape or (len(layers), len(layers[0]))
+                    self._check(layers, shape, where)
+                except HeadraceError:
+                    if self._partial:
+                        return
+                    raise
                 yield layers
 
     def _check(self, layers: list[list[int]], shape: tuple[int, int], where: str) -> None:
@@ -149,6 +153,8 @@ class JsonTrace(Trace):
 
 def _layers(line: bytes, where: str) -> list[list[int]]:
     """The line's lists of ids: at least one layer, lists of at least one int."""
+    if len(line) > MAX_LINE_BYTES:
+        raise HeadraceError(f"{where}: more than {MAX_LINE_BYTES} bytes; is this a trace?")
     try:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):  # also bytes that are not UTF-8, and numbers of thousands of digits
@@ -160,6 +166,8 @@ def _layers(line: bytes, where: str) -> list[list[int]]:
         or not all(type(ids) is list and ids and all(type(i) is int for i in ids) for ids in layers)
     ):
         raise HeadraceError(f'{where}: expected "layers", a list of lists of expert ids')
+    if len(layers) > MAX_LAYERS:
+        raise HeadraceError(f"{where}: {len(layers)} layers, expected at most {MAX_LAYERS}")
     return layers
 
 
