@@ -7,10 +7,9 @@
 #include <cstring>
 
 #include "kernels/kernels.h"
-#include "machine_limits.h"
+#include "reference.h"
 
 using namespace headrace;
-using namespace headrace::benchmark;
 
 namespace {
 
@@ -71,16 +70,16 @@ void few_rows(const Kernels& k, const Heads& heads, uint32_t n, unsigned threads
   const size_t bytes = heads.count() * 2 * heads.half_bytes();
   std::vector<double> read, attention, ratio;
   for (int r = 0; r < repeats; ++r) {
-    read.push_back(read_s(threads, heads.cache.data, bytes));
-    attention.push_back(timed(threads, [&](unsigned i) {
-      Rows mine(n, heads.per_kv);
-      for (uint32_t h = heads.count() * i / threads; h < heads.count() * (i + 1) / threads; ++h)
-        mine.attend(k, heads.head(h), heads.context - n);
-    }));
-    ratio.push_back(read.back() / attention.back());
+    read.push_back(stream_bytes_per_s(threads, heads.cache.data, bytes));
+    attention.push_back(bytes / timed(threads, [&](unsigned i) {
+                          Rows mine(n, heads.per_kv);
+                          for (uint32_t h = heads.count() * i / threads; h < heads.count() * (i + 1) / threads; ++h)
+                            mine.attend(k, heads.head(h), heads.context - n);
+                        }));
+    ratio.push_back(attention.back() / read.back());
   }
   std::printf("%6u rows %2u heads/kv context %5u %9.1f GB/s of read %9.1f  ratio %5.2f\n", n, heads.per_kv,
-              heads.context, bytes / median(attention) / 1e9, bytes / median(read) / 1e9, median(ratio));
+              heads.context, median(attention) / 1e9, median(read) / 1e9, median(ratio));
 }
 
 void many_rows(const Kernels& k, const Heads& heads, uint32_t n, unsigned threads, int repeats) {
@@ -90,7 +89,7 @@ void many_rows(const Kernels& k, const Heads& heads, uint32_t n, unsigned thread
   const uint32_t num_heads = std::max<uint32_t>(1, static_cast<uint32_t>(2'000'000'000 / products));  // a thread's
   std::vector<double> peak, attention, ratio;
   for (int r = 0; r < repeats; ++r) {
-    peak.push_back(fma_flops(threads));
+    peak.push_back(2 * float_macs_per_s(threads));
     attention.push_back(2e0 * products * num_heads * threads / timed(threads, [&](unsigned i) {
                           Rows mine(step, heads.per_kv);
                           for (uint32_t h = 0; h < num_heads; ++h)

@@ -104,17 +104,29 @@ void count_expert(const Kernels& k, DType type, const std::string& name) {
 
 void count_attention(const Kernels& k, DType kv_type, const std::string& name) {
   constexpr uint32_t kHeadDim = 128, kPositions = 75;
-  std::vector<float> values(size_t{kPositions} * kHeadDim, 0.5f);
-  const uint32_t stored = static_cast<uint32_t>(values.size());
-  std::vector<uint8_t> kv(row_bytes(kv_type, stored));
-  count("store_kv " + name, [&] { k.store_kv(values.data(), kv.data(), stored, kv_type); });
+  const std::vector<float> values(size_t{kPositions} * kHeadDim, 0.5f);
+  std::vector<uint8_t> stored(row_bytes(kv_type, values.size()));
+  std::vector<uint8_t> keys(matrix_bytes(kv_type, kPositions, kHeadDim));
+  count("store_kv " + name,
+        [&] { k.store_kv(values.data(), stored.data(), static_cast<uint32_t>(values.size()), kv_type); });
+  count("store_key " + name, [&] {
+    for (uint32_t p = 0; p < kPositions; ++p)
+      k.store_key(values.data() + size_t{p} * kHeadDim, kHeadDim, p, kv_type, keys.data());
+  });
+  const KeysAndValues kv = {kHeadDim, kv_type, keys.data(), stored.data(), 0, 0.1f};
   for (uint32_t num_q : {1u, 8u}) {
-    const std::vector<float> q(num_q * kHeadDim, 0.25f);
-    std::vector<float> out(q.size()), scratch(num_q * (kHeadDim + 34));
-    count("attend " + name + " heads=" + std::to_string(num_q), [&] {
-      k.attend(q.data(), num_q, kHeadDim, kv.data(), kv.data(), kv_type, kHeadDim, 0, kPositions - 1, 0.1f, out.data(),
-               scratch.data());
-    });
+    for (uint32_t n : {1u, 5u}) {
+      const std::vector<float> q_values(size_t{n} * num_q * kHeadDim, 0.25f);
+      std::vector<float> out_values(q_values.size()), scratch(attend_scratch_floats(n, num_q, kHeadDim));
+      std::vector<const float*> q(n);
+      std::vector<float*> out(n);
+      for (uint32_t i = 0; i < n; ++i) {
+        q[i] = q_values.data() + size_t{i} * num_q * kHeadDim;
+        out[i] = out_values.data() + size_t{i} * num_q * kHeadDim;
+      }
+      count("attend " + name + " heads=" + std::to_string(num_q) + " n=" + std::to_string(n),
+            [&] { k.attend(kv, q.data(), num_q, n, kPositions - n, out.data(), scratch.data()); });
+    }
   }
 }
 

@@ -20,27 +20,6 @@ namespace {
 
 constexpr uint32_t kCols = 2048;
 constexpr size_t kWeightBytes = size_t{1} << 30;
-constexpr uint64_t kRounds = 4'000'000;
-
-double median(std::vector<double> v) {
-  std::nth_element(v.begin(), v.begin() + v.size() / 2, v.end());
-  return v[v.size() / 2];
-}
-
-volatile uint64_t sink = 0;
-
-double stream_bytes_per_s(unsigned threads, const uint8_t* p) {
-  const size_t share = kWeightBytes / threads / 4096 * 4096;
-  return share * threads / timed(threads, [&](unsigned i) { sink = sink + read_stream(p + share * i, share); });
-}
-
-double int8_macs_per_s(unsigned threads) {
-  return threads * int8_products(1) * kRounds / timed(threads, [](unsigned) { int8_products(kRounds); });
-}
-
-double float_macs_per_s(unsigned threads) {
-  return threads * float_products(1) * kRounds / timed(threads, [](unsigned) { float_products(kRounds); });
-}
 
 // Ordinary small numbers in every type: scales and floats near 1, nothing subnormal.
 void fill(DType type, uint8_t* p, size_t n) {
@@ -103,7 +82,7 @@ int main(int argc, char** argv) {
   if (only_reference) {
     std::vector<double> s, p, f;
     for (int r = 0; r < repeats; ++r) {
-      s.push_back(stream_bytes_per_s(threads, weights));
+      s.push_back(stream_bytes_per_s(threads, weights, kWeightBytes));
       p.push_back(int8_macs_per_s(threads));
       f.push_back(float_macs_per_s(threads));
     }
@@ -135,7 +114,7 @@ int main(int argc, char** argv) {
       Rows rows(w, n);
       std::vector<double> read, product, of_read, of_peak;
       for (int r = 0; r < repeats; ++r) {
-        read.push_back(stream_bytes_per_s(threads, weights));
+        read.push_back(stream_bytes_per_s(threads, weights, kWeightBytes));
         product.push_back(product_s(threads, w, rows, n, many ? 1 + static_cast<int>(2048 / n) : 1));
         const double peak = is_quantized(t.type) ? int8_macs_per_s(threads) : float_macs_per_s(threads);
         of_read.push_back(bytes / product.back() / read.back());

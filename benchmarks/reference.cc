@@ -152,4 +152,26 @@ uint64_t float_products(uint64_t rounds) {
   return float_products_plain(rounds);
 }
 
+namespace {
+constexpr uint64_t kRounds = 4'000'000;
+}
+
+double stream_bytes_per_s(unsigned threads, const uint8_t* p, size_t n) {
+  std::vector<uint64_t> sums(threads);
+  const size_t share = n / threads / 4096 * 4096;
+  const double seconds = timed(threads, [&](unsigned i) { sums[i] = read_stream(p + share * i, share); });
+  asm volatile("" : : "r"(sums.data()) : "memory");
+  return static_cast<double>(share * threads) / seconds;
+}
+
+double int8_macs_per_s(unsigned threads) {
+  const uint64_t macs = int8_products(1) * kRounds;
+  return static_cast<double>(macs * threads) / timed(threads, [](unsigned) { int8_products(kRounds); });
+}
+
+double float_macs_per_s(unsigned threads) {
+  const uint64_t macs = float_products(1) * kRounds;
+  return static_cast<double>(macs * threads) / timed(threads, [](unsigned) { float_products(kRounds); });
+}
+
 }  // namespace headrace

@@ -1,6 +1,7 @@
 // What this machine can do at best, measured beside the kernels in the same run.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <ctime>
@@ -41,5 +42,15 @@ double timed(unsigned threads, Work work) {
   for (double s : seconds) sum += s;
   return sum / threads;
 }
+
+inline double median(std::vector<double> v) {
+  std::nth_element(v.begin(), v.begin() + v.size() / 2, v.end());
+  return v[v.size() / 2];
+}
+
+// By `threads` threads together: a read of the n bytes at p, each thread its share once; int8 products; float products.
+double stream_bytes_per_s(unsigned threads, const uint8_t* p, size_t n);
+double int8_macs_per_s(unsigned threads);
+double float_macs_per_s(unsigned threads);
 
 }  // namespace headrace
