@@ -3,7 +3,8 @@
 //   micro [threads] [repeats]       every type: few tokens over weights far larger than any cache (GB/s and share of
 //   the
 //                                   read), many tokens (GMAC/s and share of the products)
-//   micro reference [threads]       only the three references, as one JSON object
+//   micro reference [threads]       only the three references, as a JSON object a line: one, and another for each line
+//                                   of standard input
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -80,16 +81,16 @@ int main(int argc, char** argv) {
   uint8_t* weights = static_cast<uint8_t*>(std::aligned_alloc(4096, kWeightBytes + 65536));
   std::memset(weights, 1, kWeightBytes);
   if (only_reference) {
-    std::vector<double> s, p, f;
-    for (int r = 0; r < repeats; ++r) {
-      s.push_back(stream_bytes_per_s(threads, weights, kWeightBytes));
-      p.push_back(int8_macs_per_s(threads));
-      f.push_back(float_macs_per_s(threads));
+    for (int line = 0; line != EOF;) {
+      std::printf(
+          "{\"isa\": \"%s\", \"threads\": %u, \"stream_bytes_per_s\": %.4g, \"int8_macs_per_s\": %.4g, "
+          "\"float_macs_per_s\": %.4g}\n",
+          kernels().isa, threads, stream_bytes_per_s(threads, weights, kWeightBytes), int8_macs_per_s(threads),
+          float_macs_per_s(threads));
+      std::fflush(stdout);
+      while ((line = std::getchar()) != '\n' && line != EOF) {
+      }
     }
-    std::printf(
-        "{\"isa\": \"%s\", \"threads\": %u, \"stream_bytes_per_s\": %.4g, \"int8_macs_per_s\": %.4g, "
-        "\"float_macs_per_s\": %.4g}\n",
-        kernels().isa, threads, median(s), median(p), median(f));
     return 0;
   }
 

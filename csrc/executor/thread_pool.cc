@@ -68,7 +68,7 @@ struct ThreadPool::Impl {
     do {
       if (begin >= count) return false;
       uint32_t left = count - begin;
-      uint32_t size = std::max(grain, left / (2 * num_threads));
+      uint32_t size = std::max(grain, left / 3 * 2 / num_threads);
       end = left < size + grain ? count : begin + size;  // no remainder below the grain
     } while (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed));
     return true;

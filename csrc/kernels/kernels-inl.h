@@ -103,13 +103,83 @@ inline SinCos sin_cos(double x) {
 }
 
 // ---- Matrix products
+//
+// One scheme for every type. A tile is 16 rows of the weights, one lane each, so an output is one chain of sums over
+// ascending columns whatever else is computed beside it: how rows and tiles are grouped never shows in the bits.
+//
+//   groups   Activation rows go in groups of at most as many as the registers hold sums for; a weight is decoded once
+//            for all rows of a group. Up to kGroups groups share one reading of the weights.
+//   steps    Columns go in steps whose activations, gathered so that one pointer finds them all, stay in the L1 cache
+//            beside the weights they meet; outputs hold the sums in between. One group alone takes as many columns as
+//            it can: its weights come from memory, in long runs.
+//   unpack   Where several groups meet a tile, its blocks are decoded to bytes once, in the L1 cache.
+//
+// The work left per block of 32 columns and 16 rows is, for each activation row, 8 products, a conversion, a
+// multiplication and a fused multiply-add: with two vector ports 8/11 of the bare products' rate is the limit.
 
-// A quant type is a decoder of blocks of 32 columns: Bytes for two groups of 4 columns at a time, as value + kOffset.
+constexpr uint32_t kGroups = 8;
+
+// The rows of one product, divided as evenly as possible: [begin(i), begin(i + 1)) for i < count.
+struct Division {
+  uint32_t n, count;
+  Division(uint32_t n, uint32_t most) : n(n), count((n + most - 1) / most) {}
+  uint32_t begin(uint32_t i) const { return static_cast<uint32_t>(uint64_t{n} * i / count); }
+};
+
+template <uint32_t kValue>
+struct Constant {
+  static constexpr uint32_t value = kValue;
+};
+
+// fn(Constant<n>()) for 1 <= n <= kMax.
+template <uint32_t kMax, class Fn>
+inline void with_constant(uint32_t n, Fn fn) {
+  if constexpr (kMax > 1) {
+    if (n < kMax) return with_constant<kMax - 1>(n, fn);
+  }
+  fn(Constant<kMax>());
+}
+
+// The sums of tiles [tile, tile + kTiles) so far: 0 before the first step, then what the outputs hold.
+template <uint32_t kTiles, uint32_t kTokens>
+inline void load_sums(const Matrix& w, uint32_t tile, bool first_step, float* const* y,
+                      Floats (&acc)[kTiles][kTokens]) {
+  for (uint32_t i = 0; i < kTiles; ++i) {
+    const uint32_t row = (tile + i) * kTileRows;
+    const uint32_t n = min_u32(kTileRows, w.rows - row);
+    for (uint32_t t = 0; t < kTokens; ++t) {
+      if (first_step) {
+        acc[i][t] = set1(0.0f);
+      } else {
+        acc[i][t] = n == kTileRows ? load(y[t] + row) : load_n(y[t] + row, n);
+      }
+    }
+  }
+}
+
+template <uint32_t kTiles, uint32_t kTokens>
+inline void store_sums(const Matrix& w, uint32_t tile, const Floats (&acc)[kTiles][kTokens], float* const* y) {
+  for (uint32_t i = 0; i < kTiles; ++i) {
+    const uint32_t row = (tile + i) * kTileRows;
+    const uint32_t n = min_u32(kTileRows, w.rows - row);
+    for (uint32_t t = 0; t < kTokens; ++t) {
+      if (n == kTileRows) {
+        store(y[t] + row, acc[i][t]);
+      } else {
+        store_n(y[t] + row, acc[i][t], n);
+      }
+    }
+  }
+}
+
+// A quant type is a decoder of blocks of 32 columns: the rows' scales, and Bytes for two groups of 4 columns at a time,
+// as value + kOffset.
 struct Q4_0 {
   static constexpr uint32_t kBlockBytes = 288;
   static constexpr int32_t kOffset = 8;
   using Products = Dot<15>;
   static constexpr uint32_t group(uint32_t pair, uint32_t i) { return pair + 4 * i; }
+  static Floats scales(const uint8_t* block) { return F16::load(block); }
   static void decode(const uint8_t* block, uint32_t pair, Bytes (&w)[2]) {
     const Bytes packed = load_bytes(block + 32 + 64 * pair);
     w[0] = low_nibbles(packed);
@@ -122,11 +192,50 @@ struct Q8_0 {
   static constexpr int32_t kOffset = 128;
   using Products = Dot<255>;
   static constexpr uint32_t group(uint32_t pair, uint32_t i) { return 2 * pair + i; }
+  static Floats scales(const uint8_t* block) { return F16::load(block); }
   static void decode(const uint8_t* block, uint32_t pair, Bytes (&w)[2]) {
     w[0] = flip_sign(load_bytes(block + 32 + 128 * pair));
     w[1] = flip_sign(load_bytes(block + 32 + 128 * pair + 64));
   }
 };
+
+// What Quant's decoder gave, kept: 16 scales as floats, then the Bytes in the order in which they were decoded.
+template <class Quant>
+struct Unpacked {
+  static constexpr uint32_t kBlockBytes = 64 + 512;
+  static constexpr int32_t kOffset = Quant::kOffset;
+  using Products = typename Quant::Products;
+  static constexpr uint32_t group(uint32_t pair, uint32_t i) { return Quant::group(pair, i); }
+  static Floats scales(const uint8_t* block) { return F32::load(block); }
+  static void decode(const uint8_t* block, uint32_t pair, Bytes (&w)[2]) {
+    w[0] = load_bytes(block + 64 + 128 * pair);
+    w[1] = load_bytes(block + 64 + 128 * pair + 64);
+  }
+};
+
+// One tile ahead into L2 and 2.3 KB ahead into L1: with one token Intel gets 0.7 of streaming without, with eight AMD
+// gets 0.6 of this speed.
+template <class Quant>
+inline void prefetch_block(const uint8_t* block, size_t tile_stride) {
+  for (uint32_t i = 0; i < Quant::kBlockBytes; i += 64) {
+    prefetch_near(block + 8 * 288 + i);
+    prefetch_far(block + tile_stride + i);
+  }
+}
+
+template <class Quant>
+inline void unpack_blocks(const uint8_t* block, size_t tile_stride, uint32_t blocks, uint8_t* to) {
+  for (uint32_t b = 0; b < blocks; ++b, block += Quant::kBlockBytes, to += Unpacked<Quant>::kBlockBytes) {
+    prefetch_block<Quant>(block, tile_stride);
+    store(reinterpret_cast<float*>(to), Quant::scales(block));
+    for (uint32_t pair = 0; pair < 4; ++pair) {
+      Bytes w[2];
+      Quant::decode(block, pair, w);
+      store_bytes(to + 64 + 128 * pair, w[0]);
+      store_bytes(to + 64 + 128 * pair + 64, w[1]);
+    }
+  }
+}
 
 // One block of an activation row beside the other rows' same block: the product below then finds all by one pointer.
 struct Activation {
@@ -144,17 +253,13 @@ inline void gather(const void* row, uint32_t cols, uint32_t b, Activation* to) {
   to->start = -Quant::kOffset * read<int32_t>(d + size_t{4} * (cols / kQuantBlock));
 }
 
-// acc[t] += the products of `blocks` blocks of one tile with kTokens activation rows. A block is decoded once for all.
+// acc[t] += the products of `blocks` blocks of one tile with kTokens activation rows. tile_stride: 0 where the tile has
+// been unpacked, and nothing need be fetched ahead.
 template <class Quant, uint32_t kTokens>
 inline void quant_blocks(const uint8_t* block, size_t tile_stride, uint32_t blocks, const Activation* x,
                          Floats (&acc)[kTokens]) {
   for (uint32_t b = 0; b < blocks; ++b, block += Quant::kBlockBytes, x += kTokens) {
-    // One tile ahead into L2 and 2.3 KB ahead into L1: with one token Intel gets 0.7 of streaming without, with eight
-    // AMD gets 0.6 of this speed.
-    for (uint32_t i = 0; i < Quant::kBlockBytes; i += 64) {
-      prefetch_near(block + 8 * 288 + i);
-      prefetch_far(block + tile_stride + i);
-    }
+    if (tile_stride != 0) prefetch_block<Quant>(block, tile_stride);
     typename Quant::Products dot[kTokens];
     for (uint32_t t = 0; t < kTokens; ++t) dot[t] = typename Quant::Products(x[t].start);
     for (uint32_t pair = 0; pair < 4; ++pair) {
@@ -163,143 +268,124 @@ inline void quant_blocks(const uint8_t* block, size_t tile_stride, uint32_t bloc
       for (uint32_t i = 0; i < 2; ++i)
         for (uint32_t t = 0; t < kTokens; ++t) dot[t].add4(w[i], x[t].q + 4 * Quant::group(pair, i));
     }
-    const Floats d_w = F16::load(block);
+    const Floats d_w = Quant::scales(block);
     for (uint32_t t = 0; t < kTokens; ++t) acc[t] = fma(to_floats(dot[t].sum()), mul(d_w, set1(x[t].d)), acc[t]);
   }
 }
 
-// kTiles tiles in a row times kTokens activation rows: kTiles * kTokens independent sums hide the latency of one.
-template <class Element, uint32_t kTiles, uint32_t kTokens>
-inline void float_tiles(const uint8_t* tile, uint32_t cols, const void* const* x, Floats (&out)[kTiles][kTokens]) {
-  constexpr uint32_t kStep = kTileRows * Element::kBytes;
-  const size_t tile_stride = size_t{cols} * kStep;
-  Floats acc[kTiles][kTokens];
-  for (uint32_t i = 0; i < kTiles; ++i)
-    for (uint32_t t = 0; t < kTokens; ++t) acc[i][t] = set1(0.0f);
-  for (uint32_t k = 0; k < cols; ++k) {
-    Floats w[kTiles];
-    for (uint32_t i = 0; i < kTiles; ++i) {
-      const uint8_t* p = tile + i * tile_stride + size_t{k} * kStep;
-      prefetch_near(p + 2304);
-      w[i] = Element::load(p);
-    }
-    for (uint32_t t = 0; t < kTokens; ++t) {
-      const Floats x_k = set1(read<float>(static_cast<const uint8_t*>(x[t]) + 4 * size_t{k}));
-      for (uint32_t i = 0; i < kTiles; ++i) acc[i][t] = fma(w[i], x_k, acc[i][t]);
-    }
-  }
-  for (uint32_t i = 0; i < kTiles; ++i)
-    for (uint32_t t = 0; t < kTokens; ++t) out[i][t] = acc[i][t];
-}
-
-template <uint32_t kTokens>
-inline void load_tile(const Matrix& w, uint32_t tile, float* const* y, Floats (&acc)[kTokens]) {
-  const uint32_t row = tile * kTileRows;
-  const uint32_t n = min_u32(kTileRows, w.rows - row);
-  for (uint32_t t = 0; t < kTokens; ++t) acc[t] = n == kTileRows ? load(y[t] + row) : load_n(y[t] + row, n);
-}
-
-template <uint32_t kTokens>
-inline void store_tile(const Matrix& w, uint32_t tile, const Floats* acc, float* const* y) {
-  const uint32_t row = tile * kTileRows;
-  const uint32_t n = min_u32(kTileRows, w.rows - row);
-  for (uint32_t t = 0; t < kTokens; ++t) {
-    if (n == kTileRows) {
-      store(y[t] + row, acc[t]);
-    } else {
-      store_n(y[t] + row, acc[t], n);
-    }
-  }
-}
-
-constexpr uint32_t kGathered = 512;  // blocks: 20 KB, which leaves room in the L1 cache
-
-// As many columns at a time as can be gathered; y holds the sums in between.
-template <class Quant, uint32_t kTokens>
-void quant_tokens(const Matrix& w, const void* const* x, float* const* y, uint32_t tile_begin, uint32_t tile_end) {
-  constexpr uint32_t kStep = kGathered / kTokens;
-  Activation gathered[kStep * kTokens];
-  const uint32_t blocks = w.cols / kQuantBlock;
-  const size_t tile_stride = size_t{blocks} * Quant::kBlockBytes;
-  for (uint32_t begin = 0; begin < blocks; begin += kStep) {
-    const uint32_t step = min_u32(kStep, blocks - begin);
-    for (uint32_t b = 0; b < step; ++b)
-      for (uint32_t t = 0; t < kTokens; ++t) gather<Quant>(x[t], w.cols, begin + b, gathered + b * kTokens + t);
-    for (uint32_t tile = tile_begin; tile < tile_end; ++tile) {
-      Floats acc[kTokens];
-      if (begin == 0) {
-        for (uint32_t t = 0; t < kTokens; ++t) acc[t] = set1(0.0f);
-      } else {
-        load_tile<kTokens>(w, tile, y, acc);
-      }
-      const uint8_t* first = w.data + tile * tile_stride + size_t{begin} * Quant::kBlockBytes;
-      quant_blocks<Quant, kTokens>(first, tile_stride, step, gathered, acc);
-      store_tile<kTokens>(w, tile, acc, y);
-    }
-  }
-}
-
-// n <= kTokens activation rows.
-template <class Quant, uint32_t kTokens>
-inline void quant_group(const Matrix& w, const void* const* x, uint32_t n, float* const* y, uint32_t tile_begin,
-                        uint32_t tile_end) {
-  if (n == kTokens) {
-    quant_tokens<Quant, kTokens>(w, x, y, tile_begin, tile_end);
-  } else if constexpr (kTokens > 1) {
-    quant_group<Quant, kTokens - 1>(w, x, n, y, tile_begin, tile_end);
-  }
-}
-
-// Rows go in groups of nearly the same size, each over tiles that stay in the L2 cache for the next pass.
 template <class Quant>
 void quant_matmul(const Matrix& w, const void* const* x, uint32_t n, float* const* y, uint32_t tile_begin,
                   uint32_t tile_end) {
   constexpr uint32_t kTokens = Quant::Products::kTokens;
-  constexpr size_t kPieceBytes = 256 << 10;
-  const uint32_t groups = (n + kTokens - 1) / kTokens;
-  const bool one_pass = groups == 1 && size_t{n} * (w.cols / kQuantBlock) <= kGathered;
-  const uint32_t piece = static_cast<uint32_t>(kPieceBytes / tile_bytes(w.type, w.cols)) + 1;
-  const uint32_t tile_step = one_pass ? tile_end - tile_begin : piece;
-  for (uint32_t tile = tile_begin; tile < tile_end; tile += tile_step) {
-    for (uint32_t group = 0; group < groups; ++group) {
-      const uint32_t t = static_cast<uint32_t>(size_t{n} * group / groups);
-      const uint32_t t_end = static_cast<uint32_t>(size_t{n} * (group + 1) / groups);
-      quant_group<Quant, kTokens>(w, x + t, t_end - t, y + t, tile, min_u32(tile_end, tile + tile_step));
+  constexpr uint32_t kStep = 24;       // blocks that several groups share, unpacked: 14 KB
+  constexpr uint32_t kOneGroup = 512;  // activation blocks of one group alone: 20 KB
+  constexpr uint32_t kGathered = kGroups * kTokens * kStep > kOneGroup ? kGroups * kTokens * kStep : kOneGroup;
+  Activation gathered[kGathered];
+  alignas(64) uint8_t unpacked[kStep * Unpacked<Quant>::kBlockBytes];
+  const uint32_t all_blocks = w.cols / kQuantBlock;
+  const size_t tile_stride = size_t{all_blocks} * Quant::kBlockBytes;
+
+  const Division parts(n, kGroups * kTokens);
+  for (uint32_t part = 0; part < parts.count; ++part) {
+    const uint32_t row = parts.begin(part);
+    const Division groups(parts.begin(part + 1) - row, kTokens);
+    const Division steps(all_blocks, groups.count == 1 ? kOneGroup / groups.n : kStep);
+    for (uint32_t step = 0; step < steps.count; ++step) {
+      const uint32_t begin = steps.begin(step), blocks = steps.begin(step + 1) - begin;
+      // Group after group; in a group, block after block.
+      Activation* to = gathered;
+      for (uint32_t g = 0; g < groups.count; ++g)
+        for (uint32_t b = begin; b < begin + blocks; ++b)
+          for (uint32_t t = groups.begin(g); t < groups.begin(g + 1); ++t) gather<Quant>(x[row + t], w.cols, b, to++);
+
+      for (uint32_t tile = tile_begin; tile < tile_end; ++tile) {
+        const uint8_t* first = w.data + tile * tile_stride + size_t{begin} * Quant::kBlockBytes;
+        if (groups.count > 1) unpack_blocks<Quant>(first, tile_stride, blocks, unpacked);
+        for (uint32_t g = 0; g < groups.count; ++g) {
+          const uint32_t t = groups.begin(g);
+          with_constant<kTokens>(groups.begin(g + 1) - t, [&](auto tokens) {
+            Floats acc[1][decltype(tokens)::value];
+            load_sums(w, tile, step == 0, y + row + t, acc);
+            if (groups.count == 1) {
+              quant_blocks<Quant>(first, tile_stride, blocks, gathered, acc[0]);
+            } else {
+              quant_blocks<Unpacked<Quant>>(unpacked, 0, blocks, gathered + t * blocks, acc[0]);
+            }
+            store_sums(w, tile, acc, y + row + t);
+          });
+        }
+      }
     }
   }
 }
 
+// acc[i][t] += the products of `cols` columns of kTiles tiles with kTokens activation rows, x: [cols][kTokens].
 template <class Element, uint32_t kTiles, uint32_t kTokens>
-inline void float_tokens(const Matrix& w, uint32_t tile, const void* const* x, float* const* y) {
-  Floats acc[kTiles][kTokens];
-  float_tiles<Element, kTiles, kTokens>(w.data + size_t{tile} * w.cols * kTileRows * Element::kBytes, w.cols, x, acc);
-  for (uint32_t i = 0; i < kTiles; ++i) store_tile<kTokens>(w, tile + i, acc[i], y);
-}
-
-// kTokens activation rows times kTiles tiles, as many tiles at a time as the registers hold.
-template <class Element, uint32_t kTiles, uint32_t kTokens>
-inline void float_pass(const Matrix& w, uint32_t tile, const void* const* x, float* const* y) {
-  constexpr uint32_t kStep = min_u32(kTiles, kLiveSums / kTokens);
-  for (uint32_t i = 0; i < kTiles; i += kStep) float_tokens<Element, kStep, kTokens>(w, tile + i, x, y);
-}
-
-template <class Element, uint32_t kTiles>
-inline void float_step(const Matrix& w, uint32_t tile, const void* const* x, uint32_t n, float* const* y) {
-  uint32_t t = 0;
-  for (; t + 4 <= n; t += 4) float_pass<Element, kTiles, 4>(w, tile, x + t, y + t);
-  switch (n - t) {
-    case 3: return float_pass<Element, kTiles, 3>(w, tile, x + t, y + t);
-    case 2: return float_pass<Element, kTiles, 2>(w, tile, x + t, y + t);
-    case 1: return float_pass<Element, kTiles, 1>(w, tile, x + t, y + t);
+inline void float_columns(const uint8_t* column, size_t tile_stride, uint32_t cols, const float* x,
+                          Floats (&acc)[kTiles][kTokens]) {
+  constexpr uint32_t kColumnBytes = kTileRows * Element::kBytes;
+  for (uint32_t k = 0; k < cols; ++k, column += kColumnBytes, x += kTokens) {
+    Floats w[kTiles];
+    for (uint32_t i = 0; i < kTiles; ++i) {
+      prefetch_near(column + i * tile_stride + 2304);
+      w[i] = Element::load(column + i * tile_stride);
+    }
+    for (uint32_t t = 0; t < kTokens; ++t) {
+      const Floats x_k = set1(x[t]);
+      for (uint32_t i = 0; i < kTiles; ++i) acc[i][t] = fma(w[i], x_k, acc[i][t]);
+    }
   }
 }
 
 template <class Element>
 void float_matmul(const Matrix& w, const void* const* x, uint32_t n, float* const* y, uint32_t tile_begin,
                   uint32_t tile_end) {
-  uint32_t tile = tile_begin;
-  for (; tile + 4 <= tile_end; tile += 4) float_step<Element, 4>(w, tile, x, n, y);
-  for (; tile < tile_end; ++tile) float_step<Element, 1>(w, tile, x, n, y);
+  // At least two tiles beside each other where the registers allow: their sums hide each other's latency, and every
+  // activation is fetched for both.
+  constexpr uint32_t kTokens = kLiveSums >= 16 ? kLiveSums / 2 : kLiveSums;
+  constexpr uint32_t kStep = 128;  // columns that several groups share: 4 tiles of them are 16 KB as BF16
+  constexpr uint32_t kGathered = kGroups * kTokens * kStep;
+  alignas(64) float gathered[kGathered];
+  const size_t tile_stride = tile_bytes(w.type, w.cols);
+
+  const Division parts(n, kGroups * kTokens);
+  for (uint32_t part = 0; part < parts.count; ++part) {
+    const uint32_t row = parts.begin(part);
+    const Division groups(parts.begin(part + 1) - row, kTokens);
+    const Division steps(w.cols, groups.count == 1 ? kGathered / groups.n : kStep);
+    for (uint32_t step = 0; step < steps.count; ++step) {
+      const uint32_t begin = steps.begin(step), cols = steps.begin(step + 1) - begin;
+      for (uint32_t g = 0; g < groups.count; ++g) {
+        const uint32_t t_begin = groups.begin(g), tokens = groups.begin(g + 1) - t_begin;
+        for (uint32_t t = 0; t < tokens; ++t) {
+          const uint8_t* from = static_cast<const uint8_t*>(x[row + t_begin + t]) + 4 * size_t{begin};
+          float* to = gathered + t_begin * cols + t;
+          for (uint32_t k = 0; k < cols; ++k) to[k * tokens] = read<float>(from + 4 * size_t{k});
+        }
+      }
+
+      for (uint32_t tile = tile_begin; tile < tile_end; tile += 4) {
+        const uint32_t tiles = min_u32(4, tile_end - tile);
+        for (uint32_t g = 0; g < groups.count; ++g) {
+          const uint32_t t = groups.begin(g);
+          with_constant<kTokens>(groups.begin(g + 1) - t, [&](auto tokens) {
+            constexpr uint32_t kN = decltype(tokens)::value;
+            constexpr uint32_t kTiles = min_u32(4, kLiveSums / kN);
+            const auto run = [&](auto count, uint32_t i) {
+              Floats acc[decltype(count)::value][kN];
+              const uint8_t* column = w.data + (tile + i) * tile_stride + size_t{begin} * kTileRows * Element::kBytes;
+              load_sums(w, tile + i, step == 0, y + row + t, acc);
+              float_columns<Element>(column, tile_stride, cols, gathered + t * cols, acc);
+              store_sums(w, tile + i, acc, y + row + t);
+            };
+            uint32_t i = 0;
+            for (; i + kTiles <= tiles; i += kTiles) run(Constant<kTiles>(), i);
+            for (; i < tiles; ++i) run(Constant<1>(), i);
+          });
+        }
+      }
+    }
+  }
 }
 
 void matmul(const Matrix& w, const void* const* x, uint32_t n, float* const* y, uint32_t tile_begin,
@@ -464,7 +550,7 @@ constexpr uint32_t kRowTile = min_u32(8, kLiveSums);
 
 constexpr uint32_t power_of_two_within(uint32_t n) { return n < 2 ? 1 : 2 * power_of_two_within(n / 2); }
 
-// p[r][16 i + lane] = scale * the products of query r with the keys of tile i. q: [head_dim, kRows]; p: rows of
+// p[r][16 i + lane] = scale * the products of query r with the keys of tile i. q: [kRows, head_dim]; p: rows of
 // kKeyBlock. The bytes `ahead` of those read are brought near where kStreams.
 template <class Element, bool kStreams, uint32_t kRows, uint32_t kTiles>
 inline void score_tiles(const float* q, uint32_t head_dim, const uint8_t* tile, ptrdiff_t ahead, float scale,
@@ -478,13 +564,13 @@ inline void score_tiles(const float* q, uint32_t head_dim, const uint8_t* tile, 
     Floats k[kTiles];
     for (uint32_t i = 0; i < kTiles; ++i) k[i] = Element::load(tile + i * tile_stride + at_d * kStep);
     for (uint32_t r = 0; r < kRows; ++r) {
-      const Floats q_d = set1(q[at_d * kRows + r]);
+      const Floats q_d = set1(q[size_t{r} * head_dim + at_d]);
       for (uint32_t i = 0; i < kTiles; ++i) sum[r][i] = fma(q_d, k[i], sum[r][i]);
     }
   };
   constexpr uint32_t kLine = 64 / kStep;  // elements of a key in a cache line
   uint32_t d = 0;
-  for (; d + kLine <= head_dim; d += kLine, tile += kLine * kStep, q += kLine * kRows) {
+  for (; d + kLine <= head_dim; d += kLine, tile += kLine * kStep, q += kLine) {
     if constexpr (kStreams) {
       for (uint32_t i = 0; i < kTiles; ++i) {
         prefetch_far(tile + i * tile_stride + ahead);
@@ -557,7 +643,7 @@ struct Attention {
   float *block_keys, *block_values;  // [kKeyBlock * head_dim] each
   float* p;                          // [queries, kKeyBlock]
   float* sums;                       // [queries, 16]
-  float* q;                          // per tile of queries: [head_dim, queries]
+  float* q;                          // [queries, head_dim]
   float* acc;                        // [queries, head_dim]
   float* running_max;                // [queries]
 
@@ -604,10 +690,7 @@ struct Attention {
       score_tiles<Element, kStreams, kRows, 1>(q_i, kv.head_dim, block.keys + tile * tile_bytes, block.keys_ahead,
                                                kv.scale, p_i + tile * kTileRows);
     if (sees_all) return;
-    for (uint32_t r = 0; r < kRows; ++r) {
-      for (uint32_t j = 0; j < keys[r].begin; ++j) p_i[r * kKeyBlock + j] = -kInfinity;
-      for (uint32_t j = keys[r].end; j < kKeyBlock; ++j) p_i[r * kKeyBlock + j] = -kInfinity;
-    }
+    for (uint32_t r = 0; r < kRows; ++r) set_unseen(p_i + r * kKeyBlock, keys[r], -kInfinity);
   }
 
   // Scores to weights exp(s - max), and what earlier blocks gave brought to the new maximum.
@@ -620,26 +703,34 @@ struct Attention {
       const float block_max = max_lanes(max(max(load(p_r), load(p_r + 16)), max(load(p_r + 32), load(p_r + 48))));
       const float before = running_max[i + r];
       running_max[i + r] = before > block_max ? before : block_max;
-      change[r] = before - running_max[i + r];
+      // Nothing to change yet where there was no earlier block.
+      change[r] = before == -kInfinity ? 0.0f : before - running_max[i + r];
     }
     store(change, exp_lanes(load(change)));
     for (uint32_t r = 0; r < kRows; ++r) {
       if (keys[r].empty()) continue;
       float* p_r = p + size_t{i + r} * kKeyBlock;
-      Floats e[4];
-      for (uint32_t g = 0; g < 4; ++g) {
-        e[g] = exp_lanes(sub(load(p_r + 16 * g), set1(running_max[i + r])));
-        store(p_r + 16 * g, e[g]);
-      }
+      const Floats m = set1(running_max[i + r]);
+      // exp(-infinity) would be 0 too, but takes a hundred cycles to underflow.
+      set_unseen(p_r, keys[r], running_max[i + r]);
+      for (uint32_t j = 0; j < kKeyBlock; j += 16) store(p_r + j, exp_lanes(sub(load(p_r + j), m)));
+      set_unseen(p_r, keys[r], 0.0f);
+      const Floats sum = add(add(load(p_r), load(p_r + 16)), add(load(p_r + 32), load(p_r + 48)));
       float* l = sums + size_t{i + r} * 16;
       const Floats c = set1(change[r]);
-      store(l, fma(load(l), c, add(add(e[0], e[1]), add(e[2], e[3]))));
+      store(l, fma(load(l), c, sum));
       if (change[r] == 1.0f) continue;
       float* acc_r = acc + size_t{i + r} * kv.head_dim;
       uint32_t d = 0;
       for (; d + 16 <= kv.head_dim; d += 16) store(acc_r + d, mul(load(acc_r + d), c));
       if (d < kv.head_dim) store_n(acc_r + d, mul(load_n(acc_r + d, kv.head_dim - d), c), kv.head_dim - d);
     }
+  }
+
+  // Scores of one query for keys that it does not see.
+  static void set_unseen(float* p_r, KeyRange keys, float value) {
+    for (uint32_t j = 0; j < keys.begin; ++j) p_r[j] = value;
+    for (uint32_t j = keys.end; j < kKeyBlock; ++j) p_r[j] = value;
   }
 
   template <class Element, bool kStreams, uint32_t kRows>
@@ -736,13 +827,8 @@ void attend_typed(const KeysAndValues& kv, const float* const* q, uint32_t num_q
   for (uint32_t i = 0; i < 16 * queries; ++i) a.sums[i] = 0.0f;
   for (size_t i = 0; i < width * queries; ++i) a.acc[i] = 0.0f;
   for (uint32_t i = 0; i < queries; ++i) a.running_max[i] = -kInfinity;
-  for (uint32_t t = 0; t < tiles; ++t) {
-    const uint32_t begin = queries * t / tiles, rows = queries * (t + 1) / tiles - begin;
-    for (uint32_t r = 0; r < rows; ++r) {
-      const float* from = q[(begin + r) / num_q] + (begin + r) % num_q * width;
-      for (uint32_t d = 0; d < head_dim; ++d) a.q[begin * width + d * rows + r] = from[d];
-    }
-  }
+  // Queries side by side: where they lie in the pass, a power of two apart, they would meet in the L1 cache.
+  for (uint32_t i = 0; i < n; ++i) __builtin_memcpy(a.q + i * num_q * width, q[i], num_q * width * sizeof(float));
 
   const uint8_t* keys = static_cast<const uint8_t*>(kv.keys);
   const uint8_t* values = static_cast<const uint8_t*>(kv.values);

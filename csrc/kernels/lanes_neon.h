@@ -150,6 +150,9 @@ inline void store_int8(int8_t* p, Ints a) {
 inline Bytes load_bytes(const uint8_t* p) {
   return each<Bytes>([&](int i) { return vld1q_u8(p + 16 * i); });
 }
+inline void store_bytes(uint8_t* p, Bytes a) {
+  for (int i = 0; i < 4; ++i) vst1q_u8(p + 16 * i, a.v[i]);
+}
 inline Bytes low_nibbles(Bytes a) {
   return each<Bytes>([&](int i) { return vandq_u8(a.v[i], vdupq_n_u8(15)); });
 }
