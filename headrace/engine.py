@@ -391,6 +391,7 @@ class Session:
             engine.guard_budget()
             shape = _routing_shape(engine.checkpoint, len(tokens))
             kept = [b[: math.prod(shape)].reshape(shape) for b in engine._routing_buffers if self._observe]
+            ids, weights, scores = kept or (None, None, None)
             before, start = engine.counters(), time.perf_counter()
             engine._executor.run(
                 np.asarray(tokens, np.int32),
@@ -400,7 +401,9 @@ class Session:
                 logits,
                 None,
                 routes,
-                *(kept or (None, None, None)),
+                ids,
+                weights,
+                scores,
                 self.per_slot,
             )
             figures.add(len(tokens), time.perf_counter() - start, before, engine.counters())
