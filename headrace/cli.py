@@ -276,12 +276,18 @@ def bench_command(
     memory: Memory = None,
     threads: Threads = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the token ids.")] = 0,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            "--replay", metavar="TRACE", readable=False, help="Take routes from a recorded trace, repeated if short."
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Measure prefill and decode speed on random token ids."""
     from headrace.commands.bench import bench
 
-    bench(model, prompt, gen, repeat, _memory_bytes(memory), threads, seed, json)
+    bench(model, prompt, gen, repeat, _memory_bytes(memory), threads, seed, replay, json)
 
 
 def _prepare_streams() -> None:

@@ -7,6 +7,7 @@ conversation owns: keys and values, and its figures. docs/architecture.md follow
 from __future__ import annotations
 
 import gc
+import math
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ import numpy as np
 from headrace import _core, machine
 from headrace.errors import HeadraceError
 from headrace.experts.plan import MIB, MemoryPlan, Needs, Readings, page_table_bytes, plan_memory
+from headrace.experts.traces import Replay
 from headrace.formats.checkpoint import Checkpoint, DType
 from headrace.graph import Graph
 from headrace.models.blocks import INV_FREQ, ROUTE_CAPACITY, inverse_frequencies
@@ -80,11 +82,30 @@ class EngineOptions:
     max_rows: int | None = None  # overrides the plan's choice; for comparisons
     loader_threads: int = LOADER_THREADS
     direct_io: bool = True
+    record_routing: bool = False  # so that sessions may have an observer
 
 
-def _graph_for(checkpoint: Checkpoint, rows: int) -> Graph:
+@dataclass(frozen=True)
+class Routing:
+    """What one pass's routers chose, every row in every layer that routes. Valid until the next pass.
+
+    first: the position of row 0. ids: int32 [layers, rows, top_k], ascending. weights: float32 of the same shape,
+    what each expert counted. scores: float32, the router's logits of these experts.
+    """
+
+    first: int
+    ids: np.ndarray
+    weights: np.ndarray
+    scores: np.ndarray
+
+
+def _graph_for(checkpoint: Checkpoint, rows: int, options: EngineOptions) -> Graph:
     routes = max(1, rows) * checkpoint.config.num_experts_per_tok
-    return build_graph(checkpoint, route_capacity=min(ROUTE_CAPACITY, routes))
+    return build_graph(checkpoint, route_capacity=min(ROUTE_CAPACITY, routes), route_all_rows=options.record_routing)
+
+
+def _routing_shape(checkpoint: Checkpoint, rows: int) -> tuple[int, int, int]:
+    return len(checkpoint.experts), rows, checkpoint.config.num_experts_per_tok
 
 
 def make_plan(checkpoint: Checkpoint, options: EngineOptions) -> MemoryPlan:
@@ -99,13 +120,14 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
             f"context {options.context} does not fit {checkpoint.name}: it was made for "
             f"1 to {config.max_position_embeddings} positions; give a smaller -c, -n or prompt"
         )
-    graph = _graph_for(checkpoint, 1)
+    graph = _graph_for(checkpoint, 1, options)
     program = _core.Program(compile_graph(graph, 1).data)
     num_threads = options.num_threads or machine.num_cpus()
 
     def scratch_bytes(rows: int) -> int:
         out_rows = min(rows, options.max_out_rows)
-        return plan_buffers(_graph_for(checkpoint, rows), rows, out_rows)[1]
+        routing = 3 * 4 * math.prod(_routing_shape(checkpoint, rows)) if options.record_routing else 0
+        return plan_buffers(_graph_for(checkpoint, rows, options), rows, out_rows)[1] + routing
 
     needs = Needs(
         trunk_bytes=_core.Weights.resident_bytes(program),
@@ -163,7 +185,7 @@ class Engine:
         self.num_threads = options.num_threads or machine.num_cpus()
         self.max_rows = self.plan.max_rows
 
-        graph = _graph_for(checkpoint, self.max_rows)
+        graph = _graph_for(checkpoint, self.max_rows, options)
         self.program: Program = compile_graph(graph, self.max_rows, min(self.max_rows, options.max_out_rows))
         self._program = _core.Program(self.program.data)
         self._weights = load_weights(checkpoint, graph, self._program)
@@ -173,6 +195,10 @@ class Engine:
         self._smallest_arena = _largest_record_bytes(checkpoint, source)
         self.experts = _core.ExpertMemory(source, self._smallest_arena, options.loader_threads, options.direct_io)
         self._executor = _core.Executor(self._program, self._weights, self.experts, self.num_threads)
+        self._routing_buffers: list[np.ndarray] = []  # of ids, weights, scores, each flat, for the largest pass
+        if options.record_routing:
+            size = math.prod(_routing_shape(checkpoint, self.max_rows))
+            self._routing_buffers = [np.full(size, 0, dtype) for dtype in (np.int32, np.float32, np.float32)]
         self._take_arena()
 
     def _take_arena(self) -> None:
@@ -200,7 +226,11 @@ class Engine:
 
     # ---- sessions
 
-    def session(self) -> Session:
+    def session(self, *, replay: Replay | None = None, observe: Callable[[Routing], None] | None = None) -> Session:
+        """A new conversation. replay: routes that replace what the routers choose, by position. observe: called
+        after each pass, within it: what it raises undoes the pass; EngineOptions.record_routing must be set."""
+        if observe is not None and not self.options.record_routing:
+            raise HeadraceError("an observer of routing: load the engine with EngineOptions.record_routing")
         with self._lock:
             self.check_open()
             if not self._free_states:
@@ -210,7 +240,7 @@ class Engine:
                 )
             state = self._free_states.pop()
         state.rollback(0)
-        return Session(self, state)
+        return Session(self, state, replay, observe)
 
     def check_open(self) -> None:
         """Raises HeadraceError for an engine that was closed, or whose threads stayed in the parent process."""
@@ -224,7 +254,7 @@ class Engine:
         with self._lock:
             self._pid = None
             # In this order: the executor uses the rest.
-            for name in ("_executor", "experts", "_weights"):
+            for name in ("_executor", "experts", "_weights", "_routing_buffers"):
                 self.__dict__.pop(name, None)
             self._free_states = []
 
@@ -257,8 +287,15 @@ class Session:
     For one thread at a time; different sessions of an engine may be used by different threads.
     """
 
-    def __init__(self, engine: Engine, state: _core.SessionState):
+    def __init__(
+        self,
+        engine: Engine,
+        state: _core.SessionState,
+        replay: Replay | None,
+        observe: Callable[[Routing], None] | None,
+    ):
         self.engine, self._state, self._closed = engine, state, False
+        self._replay, self._observe = replay, observe
         self._logits = np.empty((engine.program.max_out_rows, engine.config.vocab_size), np.float32)
         self.prefill_figures, self.decode_figures = Figures(), Figures()
 
@@ -345,9 +382,13 @@ class Session:
     def _pass(self, tokens: list[int], out_rows: list[int], figures: Figures) -> np.ndarray:
         engine = self.engine
         logits = self._logits[: len(out_rows)]
+        first = self._state.length
+        routes = self._replay.rows(first, len(tokens)) if self._replay is not None else None
         with engine._lock:
             engine.check_open()
             engine.guard_budget()
+            shape = _routing_shape(engine.checkpoint, len(tokens))
+            kept = [b[: math.prod(shape)].reshape(shape) for b in engine._routing_buffers if self._observe]
             before, start = engine.counters(), time.perf_counter()
             engine._executor.run(
                 np.asarray(tokens, np.int32),
@@ -355,8 +396,13 @@ class Session:
                 [self._state],
                 np.asarray(out_rows, np.uint32),
                 logits,
+                None,
+                routes,
+                *kept,
             )
             figures.add(len(tokens), time.perf_counter() - start, before, engine.counters())
+            if self._observe is not None:
+                self._observe(Routing(first, *kept))
         return logits
 
 

@@ -113,13 +113,14 @@ OPS: dict[str, Op] = {
         state="kv",
     ),
     "add": Op(7, ("a", "b"), (), ("y",), {}, _same_as_first, in_place=True),
-    # Ids ascend within a row. scoring: 0 softmax over all experts.
+    # Ids ascend within a row. scoring: 0 softmax over all experts. layer: among the layers that route, from 0.
+    # Where the pass brings routes, these replace the choice, each with weight scaling / top_k.
     "route": Op(
         8,
         ("logits",),
         (),
         ("ids", "weights"),
-        {"top_k": int, "scoring": int, "normalize": int, "scaling": float},
+        {"layer": int, "top_k": int, "scoring": int, "normalize": int, "scaling": float},
         lambda i, w, a: [
             Shape(Kind.I32, a["top_k"], i[0].extent),
             Shape(Kind.F32, a["top_k"], i[0].extent),

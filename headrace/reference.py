@@ -17,6 +17,7 @@ import numpy as np
 
 from headrace.formats.checkpoint import Checkpoint, DType, LayerExperts
 from headrace.graph import Graph, Node, State
+from headrace.ops import Extent
 
 Array = np.ndarray
 
@@ -183,13 +184,17 @@ class Reference:
         self.int8, self.observe = int8, observe
         self._tensors: dict[str, Array] = {}
 
-    def run(self, session: ReferenceSession, tokens: list[int], out_rows: list[int]) -> Array:
-        """Logits float32 [len(out_rows), vocab_size]; the session grows by the tokens."""
+    def run(
+        self, session: ReferenceSession, tokens: list[int], out_rows: list[int], routes: Array | None = None
+    ) -> Array:
+        """Logits float32 [len(out_rows), vocab_size]; the session grows by the tokens.
+
+        routes: expert ids [layers, len(tokens), top_k] that replace what routing chooses."""
         values: dict[int, Array] = {}
         positions = np.arange(session.length, session.length + len(tokens))
         for node in self.graph.nodes:
             ins = [values[v.index] for v in node.inputs]
-            outs = self._op(node, ins, session, tokens, positions, out_rows)
+            outs = self._op(node, ins, session, tokens, positions, out_rows, routes)
             outs = [o if o.dtype == np.int32 else o.astype(np.float32) for o in outs]
             for v, o in zip(node.outputs, outs, strict=False):
                 values[v.index] = o
@@ -209,7 +214,7 @@ class Reference:
     def _quantized(self, x: Array) -> Array:
         return quantize_q8(x) if self.int8 else x
 
-    def _op(self, node, ins, session, tokens, positions, out_rows) -> list[Array]:
+    def _op(self, node, ins, session, tokens, positions, out_rows, routes) -> list[Array]:
         a, op = node.attrs, node.op
         if op == "embed":
             return [np.stack([read_embedding_row(self.checkpoint, t) for t in tokens])]
@@ -232,6 +237,11 @@ class Reference:
             return [ins[0] + ins[1]]
         if op == "route":
             assert a["scoring"] == 0
+            if routes is not None:
+                ids = routes[a["layer"]].astype(np.int32)
+                if node.outputs[0].shape.extent == Extent.OUT_ROWS:
+                    ids = ids[out_rows]
+                return [ids, np.full(ids.shape, a["scaling"] / a["top_k"])]
             return list(route(ins[0], a["top_k"], bool(a["normalize"]), a["scaling"]))
         if op == "experts":
             return [self._experts(ins[0], ins[1], ins[2], a["layer"])]

@@ -70,7 +70,7 @@ class SmallModel:
         file = np.zeros((num_experts, 3), np.uint32)
         self.layers.append(LayerExperts(tuple(parts), num_experts, file, offset))
         logits = self.graph.linear(x, self.matrix(num_experts, hidden))
-        ids, weights = self.graph.route(logits, top_k=top_k, scoring=0, normalize=1, scaling=1.5)
+        ids, weights = self.graph.route(logits, layer=layer, top_k=top_k, scoring=0, normalize=1, scaling=1.5)
         return self.graph.experts(
             x,
             ids,
@@ -201,7 +201,7 @@ def test_attention(tmp_path, kv_dtype, window):
 def test_route(tmp_path, normalize):
     m = SmallModel(tmp_path, 48)
     logits = m.graph.linear(m.x, m.matrix(10, 48))
-    _, weights = m.graph.route(logits, top_k=4, scoring=0, normalize=normalize, scaling=2.0)
+    _, weights = m.graph.route(logits, layer=0, top_k=4, scoring=0, normalize=normalize, scaling=2.0)
     m.finish(weights).check()
 
 

@@ -24,6 +24,8 @@ namespace {
 template <class T>
 using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Logits = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Routes = nb::ndarray<T, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
 // Set by any thread; the pass that was given it ends within some 50 ms.
 struct CancelFlag {
@@ -69,9 +71,23 @@ void load_weight(Weights& weights, uint32_t index, const std::string& tensor, co
   weights.load(index, tensor, file, offset, nbytes, type, packed, crc.has_value(), crc.value_or(0));
 }
 
+// [layers, rows, top_k] as a flat span; empty where nothing was given.
+template <class T>
+std::span<T> flat_routes(const Executor& executor, const std::optional<Routes<T>>& routes, size_t num_rows) {
+  if (!routes) return {};
+  const RoutingShape shape = executor.routing();
+  if (routes->shape(0) != shape.num_layers || routes->shape(1) != num_rows || routes->shape(2) != shape.top_k)
+    throw Error("pass: routes of shape [" + std::to_string(routes->shape(0)) + ", " + std::to_string(routes->shape(1)) +
+                ", " + std::to_string(routes->shape(2)) + "], expected [" + std::to_string(shape.num_layers) + ", " +
+                std::to_string(num_rows) + ", " + std::to_string(shape.top_k) + "]");
+  return {routes->data(), routes->size()};
+}
+
 void run_pass(Executor& executor, Vector<int32_t> tokens, Vector<uint32_t> sequences,
               const std::vector<SessionState*>& states, Vector<uint32_t> out_rows, Logits logits,
-              const CancelFlag* cancel) {
+              const CancelFlag* cancel, const std::optional<Routes<const int32_t>>& routes,
+              const std::optional<Routes<int32_t>>& ids, const std::optional<Routes<float>>& weights,
+              const std::optional<Routes<float>>& scores) {
   const uint64_t vocab = vocab_size(executor.program());
   if (logits.shape(0) != out_rows.shape(0) || logits.shape(1) != vocab)
     throw Error("pass: logits of shape [" + std::to_string(logits.shape(0)) + ", " + std::to_string(logits.shape(1)) +
@@ -82,6 +98,9 @@ void run_pass(Executor& executor, Vector<int32_t> tokens, Vector<uint32_t> seque
   pass.states = states;
   pass.out_rows = {out_rows.data(), out_rows.shape(0)};
   pass.logits = logits.data();
+  const size_t n = tokens.shape(0);
+  pass.routing = {flat_routes<const int32_t>(executor, routes, n), flat_routes(executor, ids, n),
+                  flat_routes(executor, weights, n), flat_routes(executor, scores, n)};
   StopCheck stop(cancel);
   pass.should_stop = std::ref(stop);
   try {
@@ -172,10 +191,15 @@ void init_executor(nb::module_& m) {
           "program"_a, "weights"_a, "experts"_a.none(), "num_threads"_a, nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
           "num_threads counts the caller. Commits the program's scratch.")
       .def("run", &run_pass, "tokens"_a.noconvert(), "sequences"_a.noconvert(), "states"_a, "out_rows"_a.noconvert(),
-           "logits"_a.noconvert(), "cancel"_a.none() = nb::none(),
+           "logits"_a.noconvert(), "cancel"_a.none() = nb::none(), "routes"_a.noconvert().none() = nb::none(),
+           "ids"_a.noconvert().none() = nb::none(), "weights"_a.noconvert().none() = nb::none(),
+           "scores"_a.noconvert().none() = nb::none(),
            "One pass over n rows. tokens: int32 [n]; sequences: uint32 [n], indices into states, each sequence's rows "
            "in order; out_rows: uint32 [m], ascending; logits: float32 [m, vocab], filled. On success the states "
-           "have grown; on an exception none has. HeadraceError(\"cancelled\") if `cancel` was set; a signal "
+           "have grown; on an exception none has. routes: int32 [layers, n, top_k], ascending expert ids that replace "
+           "the routers' choice, each with weight scaling / top_k. ids, weights, scores: int32, float32, float32 "
+           "[layers, n, top_k], filled with the routes that were used and the routers' logits of them. "
+           "HeadraceError(\"cancelled\") if `cancel` was set; a signal "
            "handler's exception (KeyboardInterrupt) is raised within some 50 ms.")
       .def_prop_ro("num_threads", &Executor::num_threads)
       .def_prop_ro(

@@ -57,6 +57,33 @@ void check_shape(const Program& program, const Pass& pass) {
   }
 }
 
+// Everything about the tap that could be wrong, before anything runs.
+void check_routing(const Program& program, const Pass& pass) {
+  const RoutingTap& tap = pass.routing;
+  const bool is_captured = !tap.ids.empty() || !tap.weights.empty() || !tap.scores.empty();
+  if (tap.forced.empty() && !is_captured) return;
+  const RoutingShape shape = routing_shape(program);
+  const size_t n = pass.tokens.size(), num_routes = shape.num_layers * n * shape.top_k;
+  for (size_t size : {tap.forced.size(), tap.ids.size(), tap.weights.size(), tap.scores.size()}) {
+    if (size != num_routes && (size != 0 || num_routes == 0))
+      throw Error("pass: " + str(size) + " routes, expected " + str(shape.num_layers) + " layers x " + str(n) +
+                  " rows x " + str(shape.top_k) + " experts");
+  }
+  if (is_captured && (tap.ids.empty() || tap.weights.empty() || tap.scores.empty()))
+    throw Error("pass: routing is captured whole: give room for ids, weights and scores");
+  if (is_captured && !shape.all_rows && pass.out_rows.size() != n)
+    throw Error("pass: routing of " + str(n) + " rows is asked for, but the last layer routes only the " +
+                str(pass.out_rows.size()) + " whose logits are wanted; build the graph with route_all_rows");
+  for (size_t i = 0; i < tap.forced.size(); ++i) {
+    const int32_t id = tap.forced[i];
+    const bool ascends = i % shape.top_k == 0 || id > tap.forced[i - 1];
+    if (id < 0 || static_cast<uint32_t>(id) >= shape.num_experts || !ascends)
+      throw Error("pass: layer " + str(i / shape.top_k / n) + ", row " + str(i / shape.top_k % n) +
+                  ": route to expert " + std::to_string(id) + ", expected ascending ids below " +
+                  str(shape.num_experts));
+  }
+}
+
 // Round to nearest, subnormals kept, whatever another library set for the calling thread: the bits depend on it.
 class DefaultFloatMode {
  public:
@@ -119,6 +146,7 @@ struct Executor::Impl {
 
   void run(const Pass& pass) {
     check_shape(program, pass);
+    check_routing(program, pass);
     assign_positions(pass);
     stopping = false;
     const PassContext ctx{program, weights, experts, kernels, pool, scratch.data(), buffers, pass, positions, stopping};
@@ -149,6 +177,8 @@ void Executor::run(const Pass& pass) {
 }
 
 const Program& Executor::program() const { return impl_->program; }
+
+RoutingShape Executor::routing() const { return routing_shape(impl_->program); }
 
 uint32_t Executor::num_threads() const { return impl_->pool.size(); }
 

@@ -14,6 +14,17 @@
 
 namespace headrace {
 
+// What routing is told and asked in one pass. Each array is [layers, n, top_k] or empty, layers as the program's routes
+// number them.
+struct RoutingTap {
+  // Expert ids, ascending in a row, that replace the router's choice. Routers are computed all the same, so that a pass
+  // takes its time; every weight is the route's scaling / top_k.
+  std::span<const int32_t> forced;
+  // Filled with what was used, all or none of the three: ids, their weights, and what the router gave them (logits).
+  std::span<int32_t> ids;
+  std::span<float> weights, scores;
+};
+
 // A row is (token, sequence, position). Rows of one sequence are in order and continue its state: the i-th row of
 // sequence s in the pass has position state[s]->length() + i. A pass may hold rows of several sequences.
 struct Pass {
@@ -24,6 +35,7 @@ struct Pass {
   float* logits = nullptr;             // [out_rows.size(), vocab]
   std::function<bool()>
       should_stop;  // polled between ops, between batches of experts, and at least every 20 ms of waiting
+  RoutingTap routing = {};
 };
 
 class Executor {
@@ -37,6 +49,8 @@ class Executor {
   void run(const Pass& pass);
 
   const Program& program() const;
+  // What a pass's RoutingTap must fit. Error for a program that none can fit.
+  RoutingShape routing() const;
   uint32_t num_threads() const;
   // Time spent per op code since construction, for reports. Any thread, also during a pass.
   std::array<uint64_t, kNumOps> op_ns() const;

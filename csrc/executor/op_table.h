@@ -28,7 +28,7 @@ enum class OpCode : uint32_t {
 namespace attr_rms_norm { enum : uint32_t { kGroup, kEps }; }
 namespace attr_rope { enum : uint32_t { kHeadDim, kStyle }; }
 namespace attr_attention { enum : uint32_t { kNumAttentionHeads, kNumKeyValueHeads, kHeadDim, kWindow, kScale }; }
-namespace attr_route { enum : uint32_t { kTopK, kScoring, kNormalize, kScaling }; }
+namespace attr_route { enum : uint32_t { kLayer, kTopK, kScoring, kNormalize, kScaling }; }
 namespace attr_experts { enum : uint32_t { kLayer, kNumExperts, kMoeIntermediateSize, kRouteCapacity }; }
 
 struct OpSpec {
@@ -47,7 +47,7 @@ constexpr OpSpec kOps[kNumOps] = {
     {"rope", 2, 0, 0, 1, 2, "ii"},
     {"attention", 3, 0, 1, 1, 5, "iiiid"},
     {"add", 2, 0, 0, 1, 0, ""},
-    {"route", 1, 0, 0, 2, 4, "iiid"},
+    {"route", 1, 0, 0, 2, 5, "iiiid"},
     {"experts", 3, 0, 0, 2, 4, "iiii"},
     {"select_rows", 1, 0, 0, 1, 0, ""},
 };

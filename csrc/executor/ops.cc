@@ -137,10 +137,27 @@ void run_route(const PassContext& ctx, const OpInfo& op) {
   const uint32_t top_k = static_cast<uint32_t>(op.attr_int[attr_route::kTopK]);
   const Scoring scoring = static_cast<Scoring>(op.attr_int[attr_route::kScoring]);
   const bool normalize = op.attr_int[attr_route::kNormalize] != 0;
-  const float scaling = static_cast<float>(op.attr_double[attr_route::kScaling]);
+  const double scaling = op.attr_double[attr_route::kScaling];
+  const float forced_weight = static_cast<float>(scaling / top_k);
+  const RoutingTap& tap = ctx.pass.routing;
+  const bool sees_all_rows = ctx.program.values[logits].extent == Extent::kRows;
+  const size_t layer_begin = static_cast<size_t>(op.attr_int[attr_route::kLayer]) * ctx.pass.tokens.size() * top_k;
   ctx.each_row(ctx.num_rows(logits), 16 * num_experts, [&](uint32_t row) {
-    ctx.kernels.route(ctx.f32(logits, row), num_experts, top_k, scoring, normalize, scaling, ctx.i32(ids, row),
-                      ctx.f32(weights, row));
+    int32_t* row_ids = ctx.i32(ids, row);
+    float* row_weights = ctx.f32(weights, row);
+    const float* row_logits = ctx.f32(logits, row);
+    ctx.kernels.route(row_logits, num_experts, top_k, scoring, normalize, static_cast<float>(scaling), row_ids,
+                      row_weights);
+    const size_t at = layer_begin + size_t{sees_all_rows ? row : ctx.pass.out_rows[row]} * top_k;
+    if (!tap.forced.empty()) {
+      std::copy_n(&tap.forced[at], top_k, row_ids);
+      std::fill_n(row_weights, top_k, forced_weight);
+    }
+    if (!tap.ids.empty()) {
+      std::copy_n(row_ids, top_k, &tap.ids[at]);
+      std::copy_n(row_weights, top_k, &tap.weights[at]);
+      for (uint32_t j = 0; j < top_k; ++j) tap.scores[at + j] = row_logits[row_ids[j]];
+    }
   });
 }
 

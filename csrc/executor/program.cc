@@ -240,6 +240,7 @@ class ShapeCheck {
   void route() const {
     const ValueInfo& logits = input(0);
     expect(logits, ValueKind::kF32, logits.extent, logits.width, "input 0");
+    attr(attr_route::kLayer, 0, kMaxWidth);
     int64_t top_k = attr(attr_route::kTopK, 1, logits.width);
     attr(attr_route::kScoring, 0, 0);
     attr(attr_route::kNormalize, 0, 1);
@@ -338,6 +339,24 @@ void check_buffers(const Program& p) {
 }
 
 }  // namespace
+
+RoutingShape routing_shape(const Program& program) {
+  RoutingShape shape;
+  for (const OpInfo& op : program.ops) {
+    if (op.code != OpCode::kRoute) continue;
+    const ValueInfo& logits = program.values[op.inputs[0]];
+    const uint64_t layer = static_cast<uint64_t>(op.attr_int[attr_route::kLayer]);
+    const uint32_t num_experts = static_cast<uint32_t>(logits.width);
+    const uint32_t top_k = static_cast<uint32_t>(op.attr_int[attr_route::kTopK]);
+    require(layer == shape.num_layers,
+            "the route of layer " + str(layer) + " stands where layer " + str(shape.num_layers) + " is due");
+    require(layer == 0 || (num_experts == shape.num_experts && top_k == shape.top_k),
+            "layer " + str(layer) + " routes to " + str(top_k) + " of " + str(num_experts) +
+                " experts, the layers before it to " + str(shape.top_k) + " of " + str(shape.num_experts));
+    shape = {shape.num_layers + 1, num_experts, top_k, shape.all_rows && logits.extent == Extent::kRows};
+  }
+  return shape;
+}
 
 Program parse_program(std::span<const uint8_t> bytes) {
   constexpr char kMagic[8] = {'H', 'R', 'P', 'R', 'O', 'G', '1', '\0'};

@@ -46,6 +46,15 @@ struct Program {
   uint64_t scratch_bytes;
 };
 
+// What a program's routes choose from; no layers if it has none.
+struct RoutingShape {
+  uint32_t num_layers = 0, num_experts = 0, top_k = 0;
+  bool all_rows = true;  // every row of a pass is routed in every layer, not only rows whose logits are wanted
+};
+
+// Throws Error unless the routes' layers are 0, 1, ... and all have one shape.
+RoutingShape routing_shape(const Program& program);
+
 // Throws Error on anything that a kernel could trip over: counts, indices, kinds, widths against weights and
 // attributes, offsets outside scratch, trailing bytes.
 Program parse_program(std::span<const uint8_t> bytes);

@@ -1,8 +1,12 @@
-"""`headrace bench`: speed on seeded random token ids, median of R runs; the model's own choices are never fed."""
+"""`headrace bench`: speed on seeded random token ids, median of R runs; the model's own choices are never fed.
+
+With --replay, routes come from a recorded trace, so that a model of random weights runs under real routing.
+"""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -11,7 +15,16 @@ from headrace import _core
 from headrace.commands.model import open_model
 from headrace.commands.run import hit_rate, session_report
 from headrace.engine import Engine, EngineOptions
+from headrace.experts.traces import Replay, load_replay, open_trace
+from headrace.formats.checkpoint import Checkpoint
 from headrace.sizes import format_size
+
+
+def _replay(checkpoint: Checkpoint, path: Path, max_tokens: int) -> Replay:
+    config = checkpoint.config
+    trace = open_trace(path, config.num_experts)
+    trace.check_shape(len(checkpoint.experts), config.num_experts, config.num_experts_per_tok, checkpoint.name)
+    return load_replay(trace, max_tokens)
 
 
 def bench(
@@ -22,10 +35,12 @@ def bench(
     memory_bytes: int | None,
     num_threads: int | None,
     seed: int,
+    trace: Path | None,
     as_json: bool,
 ) -> None:
     _core.exit_on_interrupt(True)  # nothing is written
     checkpoint = open_model(model)
+    replay = _replay(checkpoint, trace, prompt_tokens + gen_tokens) if trace is not None else None
     options = EngineOptions(
         context=prompt_tokens + gen_tokens,
         memory_bytes=memory_bytes,
@@ -37,7 +52,7 @@ def bench(
         rng = np.random.default_rng(seed)
         for _ in range(repeat):
             ids = rng.integers(0, checkpoint.config.vocab_size, prompt_tokens + gen_tokens).tolist()
-            session = engine.session()
+            session = engine.session(replay=replay)
             session.prefill(ids[:prompt_tokens])
             for token in ids[prompt_tokens:]:
                 session.step(token)
@@ -59,6 +74,7 @@ def bench(
             "prefill_tps": median(r["prefill_tps"] for r in runs),
             "decode_tps": median(r["decode_tps"] for r in runs),
             "ttft_s": median(r["ttft_s"] for r in runs),
+            "replay": {"trace": replay.name, "tokens": replay.num_tokens} if replay is not None else None,
             "repeat": repeat,
             "runs": runs,
         }
@@ -75,7 +91,7 @@ def bench(
             if gen_tokens
             else ""
         )
-        + f"(median of {repeat}); "
-        f"residency {report['residency']:.0%}, peak memory {format_size(report['peak_rss_bytes'])} "
+        + (f"(median of {repeat}); routes of {replay.name}; " if replay is not None else f"(median of {repeat}); ")
+        + f"residency {report['residency']:.0%}, peak memory {format_size(report['peak_rss_bytes'])} "
         f"of {format_size(report['budget_bytes'])}, {report['num_threads']} threads, {report['isa']}"
     )

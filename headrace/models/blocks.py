@@ -27,9 +27,9 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
 class DecoderBuilder:
     """A Graph under construction, with the checkpoint's tensors declared as they are first used."""
 
-    def __init__(self, checkpoint: Checkpoint, route_capacity: int = ROUTE_CAPACITY):
+    def __init__(self, checkpoint: Checkpoint, route_capacity: int = ROUTE_CAPACITY, route_all_rows: bool = False):
         self.checkpoint, self.config = checkpoint, checkpoint.config
-        self.route_capacity = route_capacity
+        self.route_capacity, self.route_all_rows = route_capacity, route_all_rows
         self.graph = Graph()
 
     def matrix(self, name: str, rows: int, cols: int) -> Weight:
@@ -97,18 +97,23 @@ class DecoderBuilder:
         name = f"blk.{layer}.attn_output.weight"
         return self.graph.linear(attended, self.matrix(name, self.config.hidden_size, attended.shape.width))
 
-    def moe(self, x: Value, layer: int) -> Value:
-        """Softmax router over all experts, top-k, the experts' weighted sum."""
+    def route(self, x: Value, layer: int) -> tuple[Value, Value]:
+        """Softmax router over all experts, top-k."""
         g, c = self.graph, self.config
         router = self.matrix(f"blk.{layer}.ffn_gate_inp.weight", c.num_experts, c.hidden_size)
-        ids, weights = g.route(
+        return g.route(
             g.linear(x, router),
+            layer=layer,
             top_k=c.num_experts_per_tok,
             scoring=0,
             normalize=int(c.norm_topk_prob),
             scaling=1.0,
         )
-        return g.experts(
+
+    def experts(self, x: Value, ids: Value, weights: Value, layer: int) -> Value:
+        """The routed experts' weighted sum."""
+        c = self.config
+        return self.graph.experts(
             x,
             ids,
             weights,
@@ -137,10 +142,14 @@ def decoder_graph(builder: DecoderBuilder, qk_norm: str) -> Graph:
     for layer in range(num_layers):
         h = builder.norm(x, f"blk.{layer}.attn_norm.weight")
         attended = builder.attention(h, angles, layer, qk_norm)
-        if layer == num_layers - 1:
+        is_last = layer == num_layers - 1
+        if is_last and not builder.route_all_rows:
             # From here on a row sees only itself: go on with those whose logits were asked for.
             attended, x = g.select_rows(attended), g.select_rows(x)
         x = g.add(x, builder.attention_output(attended, layer))
         h = builder.norm(x, f"blk.{layer}.ffn_norm.weight")
-        x = g.add(x, builder.moe(h, layer))
+        ids, weights = builder.route(h, layer)
+        if is_last and builder.route_all_rows:
+            x, h, ids, weights = (g.select_rows(v) for v in (x, h, ids, weights))
+        x = g.add(x, builder.experts(h, ids, weights, layer))
     return builder.logits(x)

@@ -324,6 +324,110 @@ TEST("a program with flipped bytes that still parses is safe to run") {
   CHECK(ran > 30 && refused > 1000);
 }
 
+TEST("routing is told and asked, row by row, whatever the pass") {
+  TinyModel model({});
+  const std::vector<int32_t> tokens = random_tokens(20, 77, 8);
+  const uint32_t num_layers = 3, num_experts = 8, top_k = 3, num_rows = 20;
+  Runner runner(model, num_rows, 7, 3 * model.largest_record(), 3);
+  const RoutingShape shape = runner.executor.routing();
+  CHECK(shape.num_layers == num_layers && shape.num_experts == num_experts && shape.top_k == top_k && shape.all_rows);
+
+  struct Routes {
+    std::vector<int32_t> ids = std::vector<int32_t>(num_layers * num_rows * top_k, -1);  // [layers, rows, top_k]
+    std::vector<float> weights = std::vector<float>(ids.size()), scores = weights;
+  };
+  // The pass's rows of `all`, as a tap wants them, and back.
+  const auto slice = [&](const auto& all, uint32_t begin, uint32_t n) {
+    std::decay_t<decltype(all)> part;
+    for (uint32_t l = 0; l < num_layers; ++l)
+      part.insert(part.end(), &all[(l * num_rows + begin) * top_k], &all[(l * num_rows + begin) * top_k] + n * top_k);
+    return part;
+  };
+  const auto put = [&](const auto& part, auto& all, uint32_t begin, uint32_t n) {
+    for (uint32_t l = 0; l < num_layers; ++l)
+      std::copy_n(&part[l * n * top_k], n * top_k, &all[(l * num_rows + begin) * top_k]);
+  };
+  const auto run = [&](const std::vector<uint32_t>& sizes, const std::vector<int32_t>* forced, Routes& out) {
+    SessionState state(runner.program, num_rows, kF16);
+    SessionState* states[] = {&state};
+    std::vector<float> logits(num_rows * 77);
+    for (uint32_t n : sizes) {
+      const uint32_t begin = state.length();
+      const std::vector<uint32_t> sequences(n, 0);
+      std::vector<uint32_t> out_rows(n);
+      for (uint32_t i = 0; i < n; ++i) out_rows[i] = i;
+      const std::vector<int32_t> routes = forced ? slice(*forced, begin, n) : std::vector<int32_t>();
+      std::vector<int32_t> ids(num_layers * n * top_k);
+      std::vector<float> weights(ids.size()), scores(ids.size());
+      runner.executor.run({{&tokens[begin], n},
+                           sequences,
+                           states,
+                           out_rows,
+                           &logits[begin * 77],
+                           nullptr,
+                           {routes, ids, weights, scores}});
+      put(ids, out.ids, begin, n), put(weights, out.weights, begin, n), put(scores, out.scores, begin, n);
+    }
+    return logits;
+  };
+
+  // Asked only: the logits are those of a pass that was not asked, and the answer does not depend on the cut.
+  Routes asked, other;
+  const std::vector<float> expected = model.reference(tokens, kF16);
+  CHECK(same_bits(run({20}, nullptr, asked), expected));
+  for (const auto& split : kSplits) {
+    CHECK(same_bits(run(split, nullptr, other), expected));
+    CHECK(other.ids == asked.ids && same_bits(other.weights, asked.weights) && same_bits(other.scores, asked.scores));
+  }
+  for (size_t i = 0; i < asked.ids.size(); i += top_k) {  // weights are the softmax of the scores (they are normalized)
+    float sum = 0;
+    for (uint32_t j = 0; j < top_k; ++j) sum += asked.weights[i + j];
+    CHECK(std::abs(sum - 1) < 1e-5f);
+    CHECK(std::abs(asked.weights[i] / asked.weights[i + 1] - std::exp(asked.scores[i] - asked.scores[i + 1])) < 1e-3f);
+  }
+  // Told: used as they are, with even weights, at every cut.
+  std::mt19937 random(3);
+  std::vector<int32_t> forced;
+  while (forced.size() < asked.ids.size()) {
+    std::vector<int32_t> row = {0, 1, 2, 3, 4, 5, 6, 7};
+    std::shuffle(row.begin(), row.end(), random);
+    std::sort(row.begin(), row.begin() + top_k);
+    forced.insert(forced.end(), row.begin(), row.begin() + top_k);
+  }
+  const std::vector<float> told = run({20}, &forced, other);
+  CHECK(is_sane(told) && !same_bits(told, expected));
+  CHECK(other.ids == forced);
+  for (float w : other.weights) CHECK_EQ(w, 1.0f / 3);
+  for (const auto& split : kSplits) CHECK(same_bits(run(split, &forced, other), told));
+}
+
+TEST("routes that do not fit the program are refused before the pass starts") {
+  TinyModel model({});
+  Runner runner(model, 4, 20, model.all_records(), 1);
+  SessionState state(runner.program, 8, kF16);
+  SessionState* states[] = {&state};
+  const std::vector<int32_t> tokens = {1, 2};
+  const std::vector<uint32_t> sequences = {0, 0};
+  const std::vector<int32_t> good = {0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 5, 6, 7, 0, 6, 7};
+  std::vector<int32_t> ids(18);
+  std::vector<float> weights(18), scores(18);
+  const auto run = [&](RoutingTap tap) { runner.executor.run({tokens, sequences, states, {}, nullptr, nullptr, tap}); };
+  const auto forced_with = [&](size_t at, int32_t id) {
+    std::vector<int32_t> routes = good;
+    routes[at] = id;
+    run({routes, {}, {}, {}});
+  };
+  CHECK_THROWS(Error, "17 routes, expected 3 layers x 2 rows x 3", run({{good.data(), 17}, {}, {}, {}}));
+  CHECK_THROWS(Error, "layer 2, row 0: route to expert 8, expected", forced_with(14, 8));
+  CHECK_THROWS(Error, "layer 0, row 0: route to expert -1", forced_with(0, -1));
+  CHECK_THROWS(Error, "layer 1, row 1: route to expert 3, expected ascending", forced_with(10, 3));
+  CHECK_THROWS(Error, "captured whole", run({good, ids, weights, {}}));
+  CHECK_THROWS(Error, "16 routes", run({{}, ids, weights, {scores.data(), 16}}));
+  CHECK_EQ(state.length(), 0u);
+  run({good, ids, weights, scores});
+  CHECK(state.length() == 2 && ids == good);
+}
+
 TEST("experts that do not fit the program are refused at construction") {
   TinyModel model({});
   const Program program = model.program(4, 4, 20);

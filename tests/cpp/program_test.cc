@@ -29,7 +29,8 @@ std::vector<uint8_t> all_ops() {
   const uint32_t a = b.attention(q, k, b.linear(h, kv), state, 4, 0, 0.25);
   x = b.add(x, a);
   const uint32_t ids = b.value(ValueKind::kI32, 2), weights = b.value(ValueKind::kF32, 2);
-  b.op(OpCode::kRoute, {b.linear(x, router)}, {}, {}, {ids, weights}, {int64_t{2}, int64_t{0}, int64_t{1}, 1.0});
+  b.op(OpCode::kRoute, {b.linear(x, router)}, {}, {}, {ids, weights},
+       {int64_t{0}, int64_t{2}, int64_t{0}, int64_t{1}, 1.0});
   x = b.add(x, b.experts(b.as_input(x, DType::kQ4_0), ids, weights, 64, 0, 8, 32, 12));
   return b.bytes(b.linear(b.select_rows(x), head));
 }
@@ -109,10 +110,11 @@ TEST("what an op cannot run on is named") {
   CHECK_THROWS(Error, "3 query heads over 2", parse_program(build([](auto& b, uint32_t x) {
                  return b.select_rows(b.attention(x, x, x, b.state(2, 16), 3, 0, 1.0));
                })));
-  CHECK_THROWS(Error, "attribute 0 is 11", parse_program(build([](auto& b, uint32_t x) {
+  CHECK_THROWS(Error, "attribute 1 is 11", parse_program(build([](auto& b, uint32_t x) {
                  const uint32_t ids = b.value(ValueKind::kI32, 11), weights = b.value(ValueKind::kF32, 11);
                  const uint32_t logits = b.linear(x, b.weight(WeightRole::kMatrix, DType::kF32, 10, 32));
-                 b.op(OpCode::kRoute, {logits}, {}, {}, {ids, weights}, {int64_t{11}, int64_t{0}, int64_t{1}, 1.0});
+                 b.op(OpCode::kRoute, {logits}, {}, {}, {ids, weights},
+                      {int64_t{0}, int64_t{11}, int64_t{0}, int64_t{1}, 1.0});
                  return b.select_rows(weights);
                })));
   CHECK_THROWS(Error, "before it is written", parse_program(build([](ProgramBuilder& b, uint32_t x) {

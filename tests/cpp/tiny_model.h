@@ -98,7 +98,7 @@ class TinyModel {
       const uint32_t f = b.rms_norm(x, declare(layer.ffn_norm), kEps);
       const uint32_t ids = b.value(ValueKind::kI32, spec.top_k), weights = b.value(ValueKind::kF32, spec.top_k);
       b.op(OpCode::kRoute, {b.linear(f, declare(layer.router))}, {}, {}, {ids, weights},
-           {int64_t{spec.top_k}, int64_t{0}, int64_t{spec.normalize}, 1.0});
+           {int64_t{l}, int64_t{spec.top_k}, int64_t{0}, int64_t{spec.normalize}, 1.0});
       const uint32_t in = b.as_input(f, layer.experts[0][0].dtype);
       x = b.add(x, b.experts(in, ids, weights, spec.hidden, l, spec.num_experts, spec.width, route_capacity));
     }
