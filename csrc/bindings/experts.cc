@@ -5,7 +5,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
+#include <chrono>
+#include <memory>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -115,6 +119,20 @@ void init_experts(nb::module_& m) {
             return total;
           },
           "Bytes of slots that hold all experts.");
+
+  m.def(
+      "delay_reads",
+      [](uint32_t max_us) {
+        nb::gil_scoped_release release;
+        if (max_us == 0) return set_read_hook(nullptr);
+        auto reads = std::make_shared<std::atomic<uint64_t>>(0);
+        set_read_hook([max_us, reads](const std::string&, uint64_t, uint64_t) {
+          const uint64_t n = ++*reads * 0x9E3779B97F4A7C15u >> 32;
+          std::this_thread::sleep_for(std::chrono::microseconds(n % max_us));
+          return 0;
+        });
+      },
+      "max_us"_a, "For tests: every read of an expert waits for up to so long before it starts; 0: none does.");
 
   using NoGil = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<ExpertMemory>(m, "ExpertMemory", "The arena of expert slots, and the threads that load experts.")

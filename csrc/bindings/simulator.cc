@@ -37,6 +37,7 @@ nb::dict counters(const Simulator& simulator) {
   out["late_hits"] = c.late_hits;
   out["loads"] = c.loads;
   out["prefetches"] = c.prefetches;
+  out["prefetches_unused"] = c.prefetches_unused;
   out["evictions"] = c.evictions;
   out["bytes_read"] = c.bytes_read;
   out["bytes_unused"] = c.bytes_unused;

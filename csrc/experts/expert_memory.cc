@@ -61,7 +61,7 @@ struct ExpertMemory::Impl {
   mutable std::mutex mutex;  // guards everything down to `loader`
   std::condition_variable landed;
   Residency residency;  // decides; what follows carries it out
-  Arena arena;  // as many slots as experts: slots never run out, bytes do
+  Arena arena;          // as many slots as experts: slots never run out, bytes do
   std::vector<Slot> slots;
   std::vector<uint32_t> slot_of;                        // [expert], kNone if absent
   std::set<std::pair<uint64_t, uint32_t>> empty_slots;  // (committed bytes, slot)

@@ -51,11 +51,11 @@ class ExpertMemory {
   const ExpertSource& source() const;
 
   // ---- one layer of a pass
-  // ids: the distinct experts that have routes, ascending; num_routes: how many each has (empty: one). Pins those that are ready
-  // (hits) and queues the others in ascending order; the policy says which experts that the layer does not need make
-  // room. No read of an expert outside `ids` starts. When they do not all fit, the rest is loaded as slots are released
-  // (docs/policies.md, "A layer that does not fit"). What is decided does not depend on when reads end, provided that
-  // the caller releases what it took before it takes more.
+  // ids: the distinct experts that have routes, ascending; num_routes: how many each has (empty: one). Pins those that
+  // are ready (hits) and queues the others in ascending order; the policy says which experts that the layer does not
+  // need make room. No read of an expert outside `ids` starts. When they do not all fit, the rest is loaded as slots
+  // are released (docs/policies.md, "A layer that does not fit"). What is decided does not depend on when reads end,
+  // provided that the caller releases what it took before it takes more.
   void begin(uint32_t layer, std::span<const uint32_t> ids, std::span<const uint32_t> num_routes = {});
   // Blocks until at least one expert that was not yet taken is ready, then fills `taken` with indices into `ids`,
   // ascending: all that are ready (in_order false), or the longest run of ready ones that continues the storage order

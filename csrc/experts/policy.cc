@@ -125,9 +125,10 @@ class Markov : public Policy {
 
  private:
   struct Layer {
-    std::vector<uint32_t> followed;  // [expert, expert]: passes with the first that were followed by one with the second
-    std::vector<uint32_t> passes;    // [expert]: passes with it that were followed by another
-    std::vector<uint32_t> last;      // experts of the last pass
+    std::vector<uint32_t>
+        followed;                  // [expert, expert]: passes with the first that were followed by one with the second
+    std::vector<uint32_t> passes;  // [expert]: passes with it that were followed by another
+    std::vector<uint32_t> last;    // experts of the last pass
   };
   std::vector<uint32_t> first_;  // [layer]
   std::vector<Layer> layers_;
@@ -152,9 +153,9 @@ class Belady : public Policy {
   void observe(uint32_t layer, std::span<const uint32_t> experts, std::vector<uint32_t>&) override {
     if (visits_[layer].empty() || experts.empty()) return;
     const Visit visit = visits_[layer].front();
-    const bool same = visit.num_experts == experts.size() && std::all_of(experts.begin(), experts.end(), [&](uint32_t e) {
-                        return !uses_[e].empty() && uses_[e].front() == visit.time;
-                      });
+    const bool same = visit.num_experts == experts.size() &&
+                      std::all_of(experts.begin(), experts.end(),
+                                  [&](uint32_t e) { return !uses_[e].empty() && uses_[e].front() == visit.time; });
     if (!same) {
       throw Error("belady: the routes of layer " + std::to_string(layer) +
                   " are not those that were announced; replay the trace from which the future was taken");

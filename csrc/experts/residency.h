@@ -39,7 +39,8 @@ class Residency {
   Residency(std::vector<LayerShape> layers, uint64_t capacity_bytes, const PolicyOptions& policy, Evict evict);
 
   // ---- one layer of a pass
-  // ids: the layer's distinct experts, ascending. num_routes: of each; empty: one. The policy learns of them once a pass.
+  // ids: the layer's distinct experts, ascending. num_routes: of each; empty: one. The policy learns of them once a
+  // pass.
   void observe(uint32_t layer, std::span<const uint32_t> ids);
   // Pins the layer's experts that are resident or on their way, queues the others in storage order.
   void begin(uint32_t layer, std::span<const uint32_t> ids, std::span<const uint32_t> num_routes);
@@ -81,9 +82,9 @@ class Residency {
  private:
   struct Expert {
     State state = State::kAbsent;
-    bool was_taken = false;     // since it was loaded
-    bool is_expected = false;   // prefetched, and its layer has not come since
-    uint32_t entry = kNone;     // of the layer in progress
+    bool was_taken = false;    // since it was loaded
+    bool is_expected = false;  // prefetched, and its layer has not come since
+    uint32_t entry = kNone;    // of the layer in progress
     uint32_t layer = 0;
   };
 
@@ -111,8 +112,8 @@ class Residency {
 
   bool active_ = false;
   uint32_t layer_ = 0;
-  std::vector<Entry> entries_;    // as ids
-  std::vector<uint32_t> queue_;   // entries that wait for room, descending: the next one is at the back
+  std::vector<Entry> entries_;   // as ids
+  std::vector<uint32_t> queue_;  // entries that wait for room, descending: the next one is at the back
   uint32_t num_loading_ = 0;
   uint32_t num_passing_ = 0;      // the first so many entries give their slots to later ones
   std::vector<uint32_t> passed_;  // released ones of them that hold a slot, a heap: the lowest first

@@ -39,7 +39,9 @@ Simulator::Simulator(SimulatorOptions options)
     : options_(checked(std::move(options))),
       residency_(options_.layers, options_.capacity_bytes, options_.policy,
                  [this](uint32_t expert, bool was_taken) {
-                   if (!was_taken) bytes_unused_ += options_.layers[layer_of_[expert]].record_bytes;
+                   if (was_taken) return;
+                   ++prefetches_unused_;
+                   bytes_unused_ += options_.layers[layer_of_[expert]].record_bytes;
                  }),
       routes_(residency_.num_experts(), 0),
       used_(options_.layers.size()),
@@ -217,6 +219,7 @@ SimulatedCounters Simulator::counters() const {
   static_cast<Residency::Counters&>(out) = residency_.counters();
   out.passes = num_passes_;
   out.bytes_read = bytes_read_;
+  out.prefetches_unused = prefetches_unused_;
   out.bytes_unused = bytes_unused_;
   out.loads_squared = loads_squared_;
   return out;

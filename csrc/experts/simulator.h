@@ -29,9 +29,10 @@ struct SimulatorOptions {
 
 struct SimulatedCounters : Residency::Counters {
   uint64_t passes = 0;
-  uint64_t bytes_read = 0;    // records
-  uint64_t bytes_unused = 0;  // of experts that were prefetched and evicted before a pass used them
-  uint64_t loads_squared = 0; // sum over passes of their loads squared
+  uint64_t bytes_read = 0;         // records
+  uint64_t prefetches_unused = 0;  // evicted before a pass used them
+  uint64_t bytes_unused = 0;       // of these
+  uint64_t loads_squared = 0;      // sum over passes of their loads squared
 };
 
 class Simulator {
@@ -61,7 +62,8 @@ class Simulator {
   bool start_prefetch(uint32_t layer);
 
   const SimulatorOptions options_;
-  uint64_t bytes_read_ = 0, bytes_unused_ = 0, num_passes_ = 0, loads_squared_ = 0, num_tokens_ = 0;
+  uint64_t bytes_read_ = 0, bytes_unused_ = 0, prefetches_unused_ = 0;
+  uint64_t num_passes_ = 0, loads_squared_ = 0, num_tokens_ = 0;
   Residency residency_;
 
   uint32_t tokens_in_pass_ = 0;
