@@ -133,6 +133,34 @@ class ExpertMemory:
 def policy_names() -> list[str]:
     """The cache policies."""
 
+class Link:
+    """What a schedule bound assumes: csrc/experts/schedule_bound.h."""
+
+    def __init__(
+        self,
+        bytes_per_s: float,
+        latency_s: float,
+        before_s: Sequence[float],
+        after_s: Sequence[float],
+        triggers: Sequence[int],
+        horizon: int = 1,
+    ) -> None: ...
+
+class ScheduleBound:
+    """How fast layers with given loads can be at best."""
+
+    def __init__(self, record_bytes: Sequence[int], link: Link) -> None: ...
+    def add(self, num_used: int, num_loads: int) -> None:
+        """The next layer, pass after pass."""
+
+    def finish(self) -> None: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def compute_seconds(self) -> float: ...
+    @property
+    def link_seconds(self) -> float: ...
+
 class Simulator:
     """The engine's residency and policy, driven by the routes of a trace."""
 
@@ -150,8 +178,11 @@ class Simulator:
         transfers_per_layer: float = 0.0,
         recall: float = 1.0,
         seed: int = 0,
+        links: Sequence[Link] = [],
     ) -> None:
-        """num_experts and record_bytes: of each layer. window: tokens a pass."""
+        """
+        num_experts and record_bytes: of each layer. window: tokens a pass. links: a bound is kept for each.
+        """
 
     @property
     def num_layers(self) -> int: ...
@@ -166,6 +197,10 @@ class Simulator:
 
     def finish(self) -> None:
         """The trace is over."""
+
+    @property
+    def bounds(self) -> list[ScheduleBound]:
+        """Of each link; complete after finish()."""
 
     def counters(self) -> dict:
         """By name; bytes are those of records."""

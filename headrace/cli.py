@@ -74,6 +74,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 
 
 def _memory_bytes(text: str | None) -> int | None:
+    return _size_bytes(text, "--memory")
+
+
+def _size_bytes(text: str | None, option: str) -> int | None:
     from headrace.sizes import parse_size
 
     if text is None:
@@ -81,7 +85,7 @@ def _memory_bytes(text: str | None) -> int | None:
     try:
         return parse_size(text)
     except HeadraceError as error:
-        raise typer.BadParameter(str(error), param_hint="--memory") from error
+        raise typer.BadParameter(str(error), param_hint=option) from error
 
 
 def _read_prompt(text: str | None, file: Path | None) -> str:
@@ -371,22 +375,46 @@ def simulate_command(
     model: Annotated[
         str | None, typer.Option("--model", help="The model that the trace came from, for sizes in bytes.")
     ] = None,
+    record: Annotated[str | None, typer.Option("--record", metavar="SIZE", help="Size of an expert.")] = None,
+    bound: Annotated[
+        bool, typer.Option("--bound", help="The best speed that any prefetch schedule reaches over this link.")
+    ] = False,
+    link: Annotated[str, typer.Option("--link", metavar="SIZE", help="For --bound: bytes a second.")] = "2GB",
+    latency: Annotated[float, typer.Option("--latency", min=0.0, help="For --bound: seconds a transfer.")] = 1e-4,
+    layer_s: Annotated[
+        str,
+        typer.Option("--layer-s", metavar="S,S", help="For --bound: seconds of a layer before and after its router."),
+    ] = "5e-4,5e-4",
+    triggers: Annotated[
+        str,
+        typer.Option("--triggers", metavar="L,...", help="For --bound: layers at which forecasts are made, or all."),
+    ] = "all",
+    horizon: Annotated[
+        int, typer.Option("--horizon", min=1, max=1000, help="For --bound: passes that a forecast tells of.")
+    ] = 1,
     threads: Threads = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the forecast's errors.")] = 0,
     json: Json = False,
 ) -> None:
     """Compare cache policies on recorded routing."""
     from headrace.commands.simulate import run_simulate
-    from headrace.experts.simulate import Simulation, parse_policy
+    from headrace.experts.simulate import Link, Simulation, parse_policy
 
+    times = _list(layer_s, float, "--layer-s")
+    if len(times) != 2:
+        raise typer.BadParameter(f"expected two times, found {layer_s}", param_hint="--layer-s")
+    at = None if triggers == "all" else tuple(_list(triggers, int, "--triggers"))
+    rate = _size_bytes(link, "--link") or 0
+    schedule = Link(rate, latency, times[0], times[1], at, horizon) if bound else None
     run_simulate(
         trace,
         _list(policies, parse_policy, "--policies"),
         _list(residency, _residency, "--residency"),
-        Simulation(window=window, pins=pins, transfers_per_layer=prefetch, recall=recall, seed=seed),
+        Simulation(window=window, pins=pins, transfers_per_layer=prefetch, recall=recall, seed=seed, link=schedule),
         prompt,
         experts,
         model,
+        _size_bytes(record, "--record"),
         threads,
         json,
     )

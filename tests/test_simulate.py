@@ -179,6 +179,118 @@ def test_misuse_is_refused():
         parse_policy("belady-0")
 
 
+# ---- the schedule bound
+
+HORIZON = 2
+
+
+def bound(works: list[tuple[int, int]], *link: object) -> float:
+    before = link[2]
+    b = _core.ScheduleBound([1] * len(before), _core.Link(*link, HORIZON))
+    for used, loads in works:
+        b.add(used, loads)
+    b.finish()
+    return b.seconds
+
+
+def fastest(works: list[tuple[int, int]], layers: int, before: list, after: list, triggers: list) -> int:
+    """Ticks that the best of all schedules takes; in one tick the link moves one expert, of whichever load is known.
+
+    works: (experts used, of them loaded) of each layer of each pass. A search over all states of a run: where it is,
+    how far in its layer, what is left of each known load.
+    """
+
+    def told_at(place: int) -> list[int]:
+        layer, found = place % layers, [place]
+        if layer in triggers:
+            first = max((t + 1 for t in triggers if t < layer), default=0)
+            for ahead in range(1, HORIZON + 1):
+                begin = (place // layers + ahead) * layers
+                found += [begin + i for i in range(first, layer + 1)]
+        return [p for p in found if p < len(works)]
+
+    def settle(place: int, ticks: int, left: tuple) -> tuple:
+        """Passes over moments that take no time. ticks: of the layer so far; left[p]: None while nobody knows."""
+        while place < len(works):
+            layer = place % layers
+            if ticks == before[layer]:
+                known = list(left)
+                for p in told_at(place):
+                    known[p] = works[p][1] if known[p] is None else known[p]
+                left = tuple(known)
+            share = after[layer] // works[place][0]
+            if ticks < before[layer] + after[layer] or left[place] is None or left[place] > -share:
+                break
+            place, ticks = place + 1, 0
+        return place, ticks, left
+
+    # left[p] <= 0 counts on down after the last expert came: its own share of computing. Nothing was loaded: long ago.
+    works = [(used, loads if loads else -1000) for used, loads in works]
+    states, clock = {settle(0, 0, (None,) * len(works))}, 0
+    while not any(place == len(works) for place, _, _ in states):
+        clock += 1
+        following = set()
+        for place, ticks, left in states:
+            aged = [n - 1 if n is not None and n <= 0 else n for n in left]
+            movable = [p for p, n in enumerate(left) if n is not None and n > 0]
+            for p in movable or [None]:
+                after_move = list(aged)
+                if p is not None:
+                    after_move[p] = left[p] - 1
+                following.add(settle(place, ticks + 1, tuple(n if n is None else max(n, -20) for n in after_move)))
+        states = following
+    return clock
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_schedule_is_faster_than_the_bound(seed):
+    rng = np.random.default_rng(seed)
+    layers = int(rng.integers(1, 4))
+    works = [(2, int(rng.integers(0, 3))) for _ in range(layers * (4 if layers < 3 else 3))]
+    before = rng.integers(0, 3, layers).tolist()
+    after = (2 * rng.integers(0, 3, layers)).tolist()
+    triggers = sorted(rng.choice(layers, int(rng.integers(0, layers + 1)), False).tolist())
+    assert bound(works, 1, 0, before, after, triggers) == fastest(works, layers, before, after, triggers)
+
+
+def test_the_bound_in_cases_that_can_be_worked_out():
+    works = [(8, 4), (8, 0), (8, 2), (8, 8)]  # two passes of two layers
+    times = [1.0, 2.0], [4.0, 8.0]
+    # Nothing is known ahead: the last expert's eighth of computing follows the last load.
+    demand = 1 + max(4, 40 + 0.5) + 2 + 8 + 1 + max(4, 20 + 0.5) + 2 + max(8, 80 + 1)
+    assert bound(works, 0.1, 0, *times, []) == pytest.approx(demand)
+    assert bound(works, 0.1, 3, *times, []) == pytest.approx(demand + 9)  # three layers wait for a first transfer
+    # A link without limits: computing alone.
+    assert bound(works, 1e12, 0, *times, []) == pytest.approx(2 * 15)
+    # A trigger at layer 1: both layers of the second pass, 20 and 80 s of loads, are known from its routes on.
+    routed = 1 + max(4, 40.5) + 2
+    third = max(routed + 8 + 1 + 4, routed + 20 + 0.5)
+    assert bound(works, 0.1, 0, *times, [1]) == pytest.approx(max(third + 2 + 8, routed + 100 + 1))
+    empty = _core.ScheduleBound([1], _core.Link(1, 0, [1], [1], []))
+    empty.finish()
+    assert empty.seconds == 0
+
+
+def test_knowing_earlier_never_slows_the_bound():
+    rng = np.random.default_rng(1)
+    works = [(8, int(rng.integers(0, 5))) for _ in range(40 * 6)]
+    settings = ([0.2] * 6, [0.5] * 6)
+    runs = [bound(works, 2, 0.1, *settings, t) for t in ([], [2], [2, 5], [1, 3, 5], [0, 1, 2, 3, 4, 5])]
+    assert runs == sorted(runs, reverse=True) and runs[0] > runs[-1]
+    assert runs[-1] >= max(40 * 6 * 0.7, sum(loads for _, loads in works) / 2)
+    for link, message in [
+        ((0, 0, [1], [1], []), "more than 0 bytes"),
+        ((1, -1, [1], [1], []), "latency"),
+        ((1, 0, [1], [1, 1], []), "two times"),
+        ((1, 0, [-1], [1], []), "two times"),
+        ((1, 0, [1], [1], [1]), "trigger layers below 1"),
+        ((1, 0, [1], [1], [0, 0]), "ascending trigger"),
+        ((1, 0, [1], [1], [], 0), "horizon"),
+    ]:
+        with pytest.raises(HeadraceError, match=message):
+            _core.ScheduleBound([1], _core.Link(*link))
+
+
 # ---- the engine
 
 
@@ -330,6 +442,30 @@ def test_simulate_windows_pins_prefetch_and_bytes(trace, store, tmp_path):
     assert [line.split()[0] for line in table[2:]] == list(POLICIES)
     table = headrace("simulate", trace, "--prefetch", 1).stdout.splitlines()
     assert len(table) == 2 + 4 * len(POLICIES)
+
+
+def test_simulate_bounds_what_a_link_allows(trace):
+    common = ("--policies", "lru,belady", "--residency", ".3,1", "--record", "1MB", "--json", "--bound")
+    slow, fast = (
+        json.loads(headrace("simulate", trace, *common, "--link", rate, "--layer-s", "1e-3,2e-3").stdout)["rows"]
+        for rate in ("1GB", "1000GB")
+    )
+    for row, quick in zip(slow, fast, strict=True):
+        assert 0 < row["demand_tps"] <= row["bound_tps"] <= row["loose_tps"]
+        assert row["bytes_read"] == row["loads"] * 10**6
+        assert row["loose_tps"] == pytest.approx(80 / max(80 * LAYERS * 3e-3, row["bytes_read"] / 1e9))
+        assert row["bound_tps"] < quick["bound_tps"] <= 1 / (LAYERS * 3e-3) + 1e-9
+    late = headrace("simulate", trace, *common, "--link", "1GB", "--layer-s", "1e-3,2e-3", "--triggers", "0")
+    late_rows = json.loads(late.stdout)["rows"]
+    assert all(a["bound_tps"] <= b["bound_tps"] for a, b in zip(late_rows, slow, strict=True))
+    assert late_rows[0]["bound_tps"] < slow[0]["bound_tps"]
+    table = headrace("simulate", trace, *[c for c in common if c != "--json"]).stdout.splitlines()
+    assert len(table) == 2 + 4
+    assert_one_line_error(headrace("simulate", trace, "--bound"), "--record SIZE")
+    assert_one_line_error(headrace("simulate", trace, *common, "--prefetch", 1), "no --prefetch")
+    assert_one_line_error(headrace("simulate", trace, *common, "--triggers", "2,1"), "ascending trigger")
+    for option, value in [("--link", "fast"), ("--layer-s", "1"), ("--layer-s", "1,x"), ("--triggers", "1,x")]:
+        assert headrace("simulate", trace, *common, option, value).returncode == 2
 
 
 def test_simulate_and_policies_refuse_in_one_line(trace, tmp_path, store):

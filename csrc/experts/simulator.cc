@@ -48,9 +48,12 @@ Simulator::Simulator(SimulatorOptions options)
       forecasts_(options_.layers.size()),
       is_forecast_(residency_.num_experts(), false),
       random_(options_.prefetch.seed) {
+  std::vector<uint64_t> record_bytes;
   for (uint32_t l = 0; l < options_.layers.size(); ++l) {
     layer_of_.insert(layer_of_.end(), options_.layers[l].num_experts, l);
+    record_bytes.push_back(options_.layers[l].record_bytes);
   }
+  for (const LinkOptions& link : options_.links) bounds_.emplace_back(record_bytes, link);
 }
 
 void Simulator::feed(const int32_t* ids, uint64_t num_tokens, uint32_t top_k) {
@@ -104,6 +107,7 @@ void Simulator::finish() {
     pending_.pop_front();
     run_pass(next);
   }
+  for (ScheduleBound& bound : bounds_) bound.finish();
 }
 
 void Simulator::run_pass(const Pass& pass) {
@@ -112,12 +116,14 @@ void Simulator::run_pass(const Pass& pass) {
     const uint32_t n = pass.first[l + 1] - pass.first[l];
     const std::span<const uint32_t> ids(pass.ids.data() + pass.first[l], n);
     const std::span<const uint32_t> num_routes(pass.num_routes.data() + pass.first[l], n);
+    const uint64_t loads = residency_.counters().loads;
     residency_.observe(l, ids);
     if (options_.pins) {
       run_layer(l, ids, num_routes, true);
     } else {
       for (uint32_t i = 0; i < n; ++i) run_layer(l, ids.subspan(i, 1), num_routes.subspan(i, 1), i + 1 == n);
     }
+    for (ScheduleBound& bound : bounds_) bound.add(n, static_cast<uint32_t>(residency_.counters().loads - loads));
   }
   const uint64_t loads = residency_.counters().loads - before;
   loads_squared_ += loads * loads;

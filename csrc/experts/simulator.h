@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "experts/residency.h"
+#include "experts/schedule_bound.h"
 
 namespace headrace {
 
@@ -25,6 +26,7 @@ struct SimulatorOptions {
   uint32_t window = 1;     // tokens a pass
   uint32_t lookahead = 0;  // passes beyond the present one that an oracle knows
   SimulatedPrefetch prefetch;
+  std::vector<LinkOptions> links;  // for each, how fast the loads could be at best
 };
 
 struct SimulatedCounters : Residency::Counters {
@@ -47,6 +49,7 @@ class Simulator {
   void finish();
 
   SimulatedCounters counters() const;
+  const std::vector<ScheduleBound>& bounds() const { return bounds_; }  // of options.links, complete after finish()
   uint32_t num_layers() const { return static_cast<uint32_t>(options_.layers.size()); }
 
  private:
@@ -65,6 +68,7 @@ class Simulator {
   uint64_t bytes_read_ = 0, bytes_unused_ = 0, prefetches_unused_ = 0;
   uint64_t num_passes_ = 0, loads_squared_ = 0, num_tokens_ = 0;
   Residency residency_;
+  std::vector<ScheduleBound> bounds_;
 
   uint32_t tokens_in_pass_ = 0;
   std::vector<uint32_t> routes_;             // [expert], of the pass that is being fed

@@ -60,6 +60,19 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Link:
+    """What the schedule bound assumes. before_s, after_s: of a layer, up to where its routes are known, and from there
+    on. triggers: layers at which forecasts are made (None: all); horizon: later passes that each tells of."""
+
+    bytes_per_s: float
+    latency_s: float
+    before_s: float
+    after_s: float
+    triggers: tuple[int, ...] | None = None
+    horizon: int = 1
+
+
+@dataclass(frozen=True)
 class Simulation:
     """Settings that all rows of a simulation share.
 
@@ -74,6 +87,7 @@ class Simulation:
     transfers_per_layer: float = 0.0
     recall: float = 1.0
     seed: int = 0
+    link: Link | None = None
 
 
 def read_shape(trace: Trace, num_experts: int | None = None) -> Shape:
@@ -95,7 +109,13 @@ def slots_for(residency: float | Fraction, shape: Shape) -> int:
 
 
 def make_simulator(policy: Policy, slots: int, shape: Shape, settings: Simulation) -> _core.Simulator:
-    """slots: experts of mean size."""
+    """slots: experts of mean size. With a link, its bounds are those of the triggers and of none at all."""
+    n, link = len(shape.num_experts), settings.link
+    links = []
+    if link is not None:
+        times = link.bytes_per_s, link.latency_s, [link.before_s] * n, [link.after_s] * n
+        triggers = list(range(n) if link.triggers is None else link.triggers)
+        links = [_core.Link(*times, triggers, link.horizon), _core.Link(*times, [])]
     record = list(shape.record_bytes or (1,) * len(shape.num_experts))
     total_bytes = sum(n * r for n, r in zip(shape.num_experts, record, strict=True))
     return _core.Simulator(
@@ -110,6 +130,7 @@ def make_simulator(policy: Policy, slots: int, shape: Shape, settings: Simulatio
         transfers_per_layer=settings.transfers_per_layer,
         recall=settings.recall,
         seed=settings.seed,
+        links=links,
     )
 
 
@@ -132,9 +153,22 @@ def simulate(
         for _ in pool.map(lambda simulator: simulator.finish(), simulators):
             pass
     return [
-        _row(policy, residency, slots, simulator.counters(), shape)
+        _row(policy, residency, slots, simulator.counters(), shape) | _bound(simulator, shape)
         for (policy, residency, slots), simulator in zip(runs, simulators, strict=True)
     ]
+
+
+def _bound(simulator: _core.Simulator, shape: Shape) -> dict[str, float]:
+    """Tokens a second at best (docs/policies.md, "The schedule bound"); nothing without a link."""
+    if not simulator.bounds:
+        return {}
+    best, demand = simulator.bounds
+
+    def tps(seconds: float) -> float:
+        return shape.num_tokens / seconds if seconds else 0.0
+
+    loose_s = max(best.compute_seconds, best.link_seconds)
+    return {"bound_tps": tps(best.seconds), "demand_tps": tps(demand.seconds), "loose_tps": tps(loose_s)}
 
 
 def _row(
