@@ -97,6 +97,7 @@ void init_simulator(nb::module_& m) {
           "feed", [](Simulator& simulator, const Routes& ids) { feed(simulator, simulator.num_layers(), ids); },
           nb::arg("ids").noconvert(), "Routes int32 [tokens, layers, top_k]; a negative id is no route.")
       .def("end_pass", &Simulator::end_pass, "What is fed next begins a pass of its own.")
+      .def("resize", &Simulator::resize, "capacity_bytes"_a, "From the pass on that is being fed.")
       .def("finish", &Simulator::finish, nb::call_guard<nb::gil_scoped_release>(), "The trace is over.")
       .def_prop_ro("bounds", &Simulator::bounds, "Of each link; complete after finish().")
       .def("counters", &counters, "By name; bytes are those of records.");

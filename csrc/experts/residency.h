@@ -64,7 +64,7 @@ class Residency {
 
   // Routes of later passes, for policies with an oracle: one layer's, ascending.
   void expect(uint32_t layer, std::span<const uint32_t> ids);
-  // Between passes: evicts until what is resident fits.
+  // Between passes, with nothing on its way: evicts until what is resident fits.
   void resize(uint64_t capacity_bytes);
 
   bool is_active() const { return active_; }

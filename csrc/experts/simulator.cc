@@ -12,18 +12,23 @@ namespace {
 
 constexpr uint32_t kNone = Residency::kNone;
 
-SimulatorOptions checked(SimulatorOptions options) {
+void check_capacity(const std::vector<LayerShape>& layers, uint64_t capacity_bytes) {
   uint64_t largest = 0;
+  for (const LayerShape& layer : layers) largest = std::max(largest, layer.record_bytes);
+  if (capacity_bytes >= largest) return;
+  throw Error("simulator: expected room for the largest expert's " + std::to_string(largest) + " bytes, found " +
+              std::to_string(capacity_bytes));
+}
+
+SimulatorOptions checked(SimulatorOptions options) {
   for (const LayerShape& layer : options.layers) {
     if (layer.num_experts == 0 || layer.record_bytes == 0) throw Error("simulator: a layer without experts or bytes");
-    largest = std::max(largest, layer.record_bytes);
   }
   const auto expect = [](bool holds, const std::string& what, const std::string& found) {
     if (!holds) throw Error("simulator: expected " + what + ", found " + found);
   };
-  expect(largest > 0, "at least one layer", "none");
-  expect(options.capacity_bytes >= largest, "room for the largest expert's " + std::to_string(largest) + " bytes",
-         std::to_string(options.capacity_bytes));
+  expect(!options.layers.empty(), "at least one layer", "none");
+  check_capacity(options.layers, options.capacity_bytes);
   expect(options.window >= 1, "a window of at least 1 token", "0");
   const SimulatedPrefetch& p = options.prefetch;
   expect(p.transfers_per_layer >= 0 && p.transfers_per_layer <= 1e6, "0 to 1e6 transfers a layer",
@@ -43,6 +48,7 @@ Simulator::Simulator(SimulatorOptions options)
                    ++prefetches_unused_;
                    bytes_unused_ += options_.layers[layer_of_[expert]].record_bytes;
                  }),
+      capacity_bytes_(options_.capacity_bytes),
       routes_(residency_.num_experts(), 0),
       used_(options_.layers.size()),
       forecasts_(options_.layers.size()),
@@ -79,6 +85,7 @@ void Simulator::end_pass() {
   if (tokens_in_pass_ == 0) return;
   tokens_in_pass_ = 0;
   Pass pass;
+  pass.capacity_bytes = capacity_bytes_;
   pass.first.push_back(0);
   for (uint32_t l = 0; l < used_.size(); ++l) {
     std::sort(used_[l].begin(), used_[l].end());
@@ -100,6 +107,11 @@ void Simulator::end_pass() {
   }
 }
 
+void Simulator::resize(uint64_t capacity_bytes) {
+  check_capacity(options_.layers, capacity_bytes);
+  capacity_bytes_ = capacity_bytes;
+}
+
 void Simulator::finish() {
   end_pass();
   while (!pending_.empty()) {
@@ -111,6 +123,10 @@ void Simulator::finish() {
 }
 
 void Simulator::run_pass(const Pass& pass) {
+  if (pass.capacity_bytes != residency_.capacity_bytes()) {
+    if (in_flight_ != kNone) residency_.landed(std::exchange(in_flight_, kNone));
+    residency_.resize(pass.capacity_bytes);
+  }
   const uint64_t before = residency_.counters().loads;
   for (uint32_t l = 0; l < options_.layers.size(); ++l) {
     const uint32_t n = pass.first[l + 1] - pass.first[l];

@@ -45,6 +45,8 @@ class Simulator {
   void feed(const int32_t* ids, uint64_t num_tokens, uint32_t top_k);
   // Whatever is fed next begins a pass of its own.
   void end_pass();
+  // The capacity from the pass on that is being fed, as an engine's guard moves it between passes.
+  void resize(uint64_t capacity_bytes);
   // The trace is over: runs what waits.
   void finish();
 
@@ -56,6 +58,7 @@ class Simulator {
   struct Pass {
     std::vector<uint32_t> ids, num_routes;  // layer after layer
     std::vector<uint32_t> first;            // [layers + 1]
+    uint64_t capacity_bytes = 0;
   };
 
   void run_pass(const Pass& pass);
@@ -71,6 +74,7 @@ class Simulator {
   std::vector<ScheduleBound> bounds_;
 
   uint32_t tokens_in_pass_ = 0;
+  uint64_t capacity_bytes_;                  // of the pass that is being fed
   std::vector<uint32_t> routes_;             // [expert], of the pass that is being fed
   std::vector<std::vector<uint32_t>> used_;  // [layer]: ids with routes in it
   std::deque<Pass> pending_;                 // the next pass first

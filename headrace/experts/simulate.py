@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -145,13 +145,17 @@ def simulate(
     """One row for each policy and residency, all in one reading of the trace. docs/policies.md says what they hold."""
     runs = [(p, r, slots_for(r, shape)) for p in policies for r in residencies]
     simulators = [make_simulator(policy, slots, shape, settings) for policy, _, slots in runs]
+    fed: list[Future[None]] = []
     with ThreadPoolExecutor(num_threads) as pool:
-        for block in trace.blocks():
+        for block in trace.blocks():  # is read while the one before is simulated
             ids = np.ascontiguousarray(block.ids, np.int32)
-            for _ in pool.map(lambda simulator, ids=ids: simulator.feed(ids), simulators):
-                pass
-        for _ in pool.map(lambda simulator: simulator.finish(), simulators):
-            pass
+            for future in fed:
+                future.result()
+            fed = [pool.submit(simulator.feed, ids) for simulator in simulators]
+        for future in fed:
+            future.result()
+        for future in [pool.submit(simulator.finish) for simulator in simulators]:
+            future.result()
     return [
         _row(policy, residency, slots, simulator.counters(), shape) | _bound(simulator, shape)
         for (policy, residency, slots), simulator in zip(runs, simulators, strict=True)
