@@ -229,17 +229,23 @@ class Engine:
     def foresee(self, passes: Iterator[list[np.ndarray]], lookahead: int) -> None:
         """Tells a policy with an oracle what every pass from now on will route to, `lookahead` passes ahead of each.
 
-        passes: of each, of each layer, the distinct experts, ascending; empty where the pass skips the layer.
+        passes: of each, of each layer, the distinct experts, ascending; empty where the pass skips the layer. Other
+        routes are refused, so a pass that fails leaves the oracle behind. What it keeps comes out of the arena.
         """
         with self._lock:
             self.check_open()
             self._future = passes
             for _ in range(lookahead):
-                self._announce_pass()
+                if not self._before_pass():
+                    break
 
-    def _announce_pass(self) -> None:
-        for layer, ids in enumerate(next(self._future, ())):
+    def _before_pass(self) -> bool:
+        """Tells the policy of one more pass, if one was foreseen, and gives slots back if the process has grown."""
+        ids_of_layers = next(self._future, None)
+        for layer, ids in enumerate(ids_of_layers or ()):
             self.experts.expect(layer, ids.tolist())
+        self.guard_budget()
+        return ids_of_layers is not None
 
     def guard_budget(self) -> None:
         """Gives slots back if the process has grown towards the budget since the arena was sized."""
@@ -411,8 +417,7 @@ class Session:
         routes = self._replay.rows(first, len(tokens)) if self._replay is not None else None
         with engine._lock:
             engine.check_open()
-            engine.guard_budget()
-            engine._announce_pass()
+            engine._before_pass()
             shape = _routing_shape(engine.checkpoint, len(tokens))
             kept = [b[: math.prod(shape)].reshape(shape) for b in engine._routing_buffers if self._observe]
             before, start = engine.counters(), time.perf_counter()

@@ -366,7 +366,7 @@ def test_the_oracle_in_the_engine_is_that_of_the_simulator(store, tmp_path, poli
     try:
         with load(store, choice.native, max_rows=8) as engine:
             engine.experts.resize(slots * engine._smallest_arena)
-            engine.foresee(iter(future_passes(replay, 20, 10, engine.max_rows)), choice.lookahead)
+            engine.foresee(future_passes(replay, 20, 10, engine.max_rows), choice.lookahead)
             session = engine.session(replay=replay)
             session.prefill(TOKENS[:20])
             for token in TOKENS[20:30]:

@@ -6,6 +6,7 @@ With --replay, routes come from a recorded trace, so that a model of random weig
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
@@ -29,16 +30,14 @@ def _replay(checkpoint: Checkpoint, path: Path, max_tokens: int) -> Replay:
     return load_replay(trace, max_tokens)
 
 
-def future_passes(replay: Replay, prompt_tokens: int, gen_tokens: int, max_rows: int) -> list[list[np.ndarray]]:
+def future_passes(replay: Replay, prompt_tokens: int, gen_tokens: int, max_rows: int) -> Iterator[list[np.ndarray]]:
     """The distinct experts of each pass and layer of a prefill and so many steps, as Session cuts them: the last
     layer's experts see only rows whose logits are wanted, the prompt's last and each step's."""
-    passes = []
     for first in [*range(0, prompt_tokens, max_rows), *range(prompt_tokens, prompt_tokens + gen_tokens)]:
         end = min(first + max_rows, prompt_tokens) if first < prompt_tokens else first + 1
         routes = replay.rows(first, end - first)
         wanted = routes[-1, -1:] if end >= prompt_tokens else routes[-1, :0]
-        passes.append([np.unique(layer) for layer in (*routes[:-1], wanted)])
-    return passes
+        yield [np.unique(layer) for layer in (*routes[:-1], wanted)]
 
 
 def bench(
@@ -69,8 +68,8 @@ def bench(
     with Engine(checkpoint, options) as engine:
         rng = np.random.default_rng(seed)
         if policy.lookahead and replay is not None:
-            passes = future_passes(replay, prompt_tokens, gen_tokens, engine.max_rows)
-            engine.foresee((p for _ in range(repeat) for p in passes), policy.lookahead)
+            shape = prompt_tokens, gen_tokens, engine.max_rows
+            engine.foresee((p for _ in range(repeat) for p in future_passes(replay, *shape)), policy.lookahead)
         for _ in range(repeat):
             ids = rng.integers(0, checkpoint.config.vocab_size, prompt_tokens + gen_tokens).tolist()
             session = engine.session(replay=replay)

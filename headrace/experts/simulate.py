@@ -21,7 +21,7 @@ from headrace.errors import HeadraceError
 from headrace.experts.traces import Trace
 
 POLICIES = ("lru", "lfu", "lfru", "prefill-hot", "markov", "belady-8", "belady")
-# Passes that `belady` knows of: all of them in most traces, and some 35 MB a run at 16 layers of 8 experts a token.
+# Passes that `belady` knows of: all of them in most traces, and some 40 MB a run at 16 layers of 8 experts a token.
 BELADY_LOOKAHEAD = 16384
 _BELADY = re.compile(r"belady(?:-([1-9][0-9]{0,5}))?")
 
