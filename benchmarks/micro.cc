@@ -1,79 +1,98 @@
-// Matrix products against the memory they stream: for each weight type and number of tokens, GB/s of weights and the
-// ratio to a plain read of the same bytes by the same threads, measured in turn. Medians.
-//   micro [threads] [repeats]
+// Matrix products beside what the machine can do: a streaming read, int8 products and float products in registers,
+// measured in turn in the same run. Medians.
+//   micro [threads] [repeats]       every type: few tokens over weights far larger than any cache (GB/s and share of
+//   the
+//                                   read), many tokens (GMAC/s and share of the products)
+//   micro reference [threads]       only the three references, as a JSON object a line: one, and another for each line
+//                                   of standard input
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
-#include <thread>
+#include <string_view>
 #include <vector>
 
 #include "kernels/kernels.h"
+#include "reference.h"
 
 using namespace headrace;
 
 namespace {
 
 constexpr uint32_t kCols = 2048;
-constexpr size_t kWeightBytes = size_t{512} << 20;
+constexpr size_t kWeightBytes = size_t{1} << 30;
 
-double thread_cpu_s() {
-  timespec t;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
-  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
-}
-
-// Mean processor seconds of `threads` calls of work(i) at the same time: what else runs on the machine takes memory
-// bandwidth from them, but its turns on the processor do not count.
-template <class Work>
-double timed(unsigned threads, Work work) {
-  std::vector<double> seconds(threads);
-  const auto call = [&](unsigned i) {
-    const double start = thread_cpu_s();
-    work(i);
-    seconds[i] = thread_cpu_s() - start;
-  };
-  std::vector<std::thread> others;
-  for (unsigned i = 1; i < threads; ++i) others.emplace_back(call, i);
-  call(0);
-  for (auto& t : others) t.join();
-  double sum = 0;
-  for (double s : seconds) sum += s;
-  return sum / threads;
-}
-
-double median(std::vector<double> v) {
-  std::nth_element(v.begin(), v.begin() + v.size() / 2, v.end());
-  return v[v.size() / 2];
-}
-
-// A sum that the compiler cannot drop, as wide as the baseline allows.
-uint64_t read_all(const uint8_t* p, size_t n) {
-  uint64_t sum[8] = {};
-  for (size_t i = 0; i + 64 <= n; i += 64) {
-    uint64_t v[8];
-    std::memcpy(v, p + i, 64);
-    for (int j = 0; j < 8; ++j) sum[j] += v[j];
+// Ordinary small numbers in every type: scales and floats near 1, nothing subnormal.
+void fill(DType type, uint8_t* p, size_t n) {
+  uint32_t seed = 1;
+  for (size_t i = 0; i + 4 <= n; i += 4) {
+    seed = seed * 1664525u + 1013904223u;
+    uint32_t v = seed;
+    if (type == DType::kF32) v = (v & 0x807fffffu) | 0x3f000000u;
+    if (type == DType::kBF16) v = (v & 0x807f807fu) | 0x3f003f00u;
+    if (type == DType::kF16) v = (v & 0x83ff83ffu) | 0x38003800u;
+    std::memcpy(p + i, &v, 4);
   }
-  uint64_t all = 0;
-  for (uint64_t s : sum) all += s;
-  return all;
+  if (!is_quantized(type)) return;
+  const size_t block = tile_bytes(type, kQuantBlock);
+  const uint16_t scale = 0x2c00;  // 1/16
+  for (size_t at = 0; at + block <= n; at += block)
+    for (size_t i = 0; i < kTileRows; ++i) std::memcpy(p + at + 2 * i, &scale, 2);
+}
+
+// n activation rows of their own, as in a pass: one shared row would stay in the L1 cache.
+struct Rows {
+  std::vector<float> floats, out;
+  std::vector<uint8_t> q8;
+  std::vector<const void*> x;
+  std::vector<float*> y;
+
+  Rows(const Matrix& w, uint32_t n)
+      : floats(size_t{n} * w.cols), out(size_t{n} * w.rows), q8(n * q8_row_bytes(w.cols)), x(n), y(n) {
+    for (uint32_t i = 0; i < n; ++i) {
+      float* row = floats.data() + size_t{i} * w.cols;
+      uint8_t* q8_row = q8.data() + i * q8_row_bytes(w.cols);
+      for (uint32_t c = 0; c < w.cols; ++c) row[c] = static_cast<float>((c + i) % 17) - 8.0f;
+      kernels().quantize(row, w.cols, 0, w.cols / kQuantBlock, q8_row);
+      x[i] = is_quantized(w.type) ? static_cast<const void*>(q8_row) : row;
+      y[i] = out.data() + size_t{i} * w.rows;
+    }
+  }
+};
+
+// Every thread its share of the tiles, `times` times over.
+double product_s(unsigned threads, const Matrix& w, Rows& rows, uint32_t n, int times) {
+  const uint32_t tiles = num_tiles(w.rows);
+  return timed(threads,
+               [&](unsigned i) {
+                 for (int r = 0; r < times; ++r)
+                   kernels().matmul(w, rows.x.data(), n, rows.y.data(), tiles * i / threads, tiles * (i + 1) / threads);
+               }) /
+         times;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  const unsigned threads = argc > 1 ? static_cast<unsigned>(std::atoi(argv[1])) : 2;
-  const int repeats = argc > 2 ? std::atoi(argv[2]) : 7;
-  const Kernels& k = kernels();
-  uint8_t* weights = static_cast<uint8_t*>(std::aligned_alloc(64, kWeightBytes));
-  for (size_t i = 0; i < kWeightBytes; i += 4) {
-    const uint32_t v = static_cast<uint32_t>(i * 2654435761u) & 0x3fff3fff;  // halves and floats of ordinary size
-    std::memcpy(weights + i, &v, 4);
+  const bool only_reference = argc > 1 && std::string_view(argv[1]) == "reference";
+  const int first = only_reference ? 2 : 1;
+  const unsigned threads = argc > first ? static_cast<unsigned>(std::atoi(argv[first])) : 2;
+  const int repeats = argc > first + 1 ? std::atoi(argv[first + 1]) : 5;
+  uint8_t* weights = static_cast<uint8_t*>(std::aligned_alloc(4096, kWeightBytes + 65536));
+  std::memset(weights, 1, kWeightBytes);
+  if (only_reference) {
+    for (int line = 0; line != EOF;) {
+      std::printf(
+          "{\"isa\": \"%s\", \"threads\": %u, \"stream_bytes_per_s\": %.4g, \"int8_macs_per_s\": %.4g, "
+          "\"float_macs_per_s\": %.4g}\n",
+          kernels().isa, threads, stream_bytes_per_s(threads, weights, kWeightBytes), int8_macs_per_s(threads),
+          float_macs_per_s(threads));
+      std::fflush(stdout);
+      while ((line = std::getchar()) != '\n' && line != EOF) {
+      }
+    }
+    return 0;
   }
-  std::printf("%s, %u threads, %zu MiB of weights, %u columns\n", k.isa, threads, kWeightBytes >> 20, kCols);
-  std::printf("%-5s %6s %10s %10s %8s %8s\n", "type", "tokens", "read GB/s", "GB/s", "ratio", "GMAC/s");
 
   const struct {
     DType type;
@@ -83,38 +102,29 @@ int main(int argc, char** argv) {
                {DType::kF16, "F16"},
                {DType::kBF16, "BF16"},
                {DType::kF32, "F32"}};
-  volatile uint64_t sink = 0;
+  std::printf("%s, %u threads, %u columns\n", kernels().isa, threads, kCols);
+  std::printf("%-5s %6s %10s %10s %8s %8s %8s\n", "type", "tokens", "read GB/s", "GB/s", "of read", "GMAC/s",
+              "of peak");
   for (const auto& t : types) {
-    const uint32_t tiles = static_cast<uint32_t>(kWeightBytes / tile_bytes(t.type, kCols));
-    const size_t bytes = tiles * tile_bytes(t.type, kCols);
-    const Matrix w = {t.type, tiles * kTileRows, kCols, weights};
-    for (uint32_t n : {1u, 2u, 3u, 4u, 6u, 8u, 16u}) {
-      // Rows of their own, as in a pass: one shared row would stay in the L1 cache.
-      std::vector<float> floats(size_t{n} * kCols), out(size_t{n} * w.rows);
-      std::vector<uint8_t> q8(n * q8_row_bytes(kCols));
-      std::vector<const void*> x;
-      std::vector<float*> y;
-      for (uint32_t i = 0; i < n; ++i) {
-        float* row = floats.data() + size_t{i} * kCols;
-        uint8_t* q8_row = q8.data() + i * q8_row_bytes(kCols);
-        for (uint32_t c = 0; c < kCols; ++c) row[c] = static_cast<float>((c + i) % 17) - 8.0f;
-        k.quantize(row, kCols, 0, kCols / kQuantBlock, q8_row);
-        x.push_back(is_quantized(t.type) ? static_cast<const void*>(q8_row) : row);
-        y.push_back(out.data() + size_t{i} * w.rows);
-      }
-
-      std::vector<double> read_s, product_s, ratio;
+    fill(t.type, weights, kWeightBytes);
+    for (uint32_t n : {1u, 2u, 3u, 4u, 5u, 6u, 8u, 12u, 16u, 64u, 512u}) {
+      const bool many = n > 16;  // many tokens: a layer's worth of weights, from cache as far as it goes
+      const uint32_t all = static_cast<uint32_t>(kWeightBytes / tile_bytes(t.type, kCols));
+      const Matrix w = {t.type, many ? 2048u : all * kTileRows, kCols, weights};
+      const size_t bytes = matrix_bytes(t.type, w.rows, w.cols);
+      Rows rows(w, n);
+      std::vector<double> read, product, of_read, of_peak;
       for (int r = 0; r < repeats; ++r) {
-        read_s.push_back(timed(
-            threads, [&](unsigned i) { sink = sink + read_all(weights + bytes / threads * i, bytes / threads); }));
-        product_s.push_back(timed(threads, [&](unsigned i) {
-          k.matmul(w, x.data(), n, y.data(), tiles * i / threads, tiles * (i + 1) / threads);
-        }));
-        ratio.push_back(read_s.back() / product_s.back());
+        read.push_back(stream_bytes_per_s(threads, weights, kWeightBytes));
+        product.push_back(product_s(threads, w, rows, n, many ? 1 + static_cast<int>(2048 / n) : 1));
+        const double peak = is_quantized(t.type) ? int8_macs_per_s(threads) : float_macs_per_s(threads);
+        of_read.push_back(bytes / product.back() / read.back());
+        of_peak.push_back(1.0 * n * w.rows * w.cols / product.back() / peak);
       }
-      const double product = median(product_s);
-      std::printf("%-5s %6u %10.1f %10.1f %8.2f %8.0f\n", t.name, n, bytes / median(read_s) / 1e9,
-                  bytes / product / 1e9, median(ratio), 1e-9 * n * kCols * w.rows / product);
+      const double s = median(product);
+      std::printf("%-5s %6u %10.1f %10.1f %8.2f %8.0f %8.2f\n", t.name, n, median(read) / 1e9, bytes / s / 1e9,
+                  median(of_read), 1e-9 * n * w.rows * w.cols / s, median(of_peak));
+      std::fflush(stdout);
     }
   }
   std::free(weights);

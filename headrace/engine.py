@@ -327,6 +327,7 @@ class Session:
     ):
         self.engine, self._state, self._closed = engine, state, False
         self._replay, self._observe = replay, observe
+        self.per_slot = False  # of the passes to come: a weight read per route, instead of one per distinct expert
         self._logits = np.empty((engine.program.max_out_rows, engine.config.vocab_size), np.float32)
         self.prefill_figures, self.decode_figures = Figures(), Figures()
 
@@ -429,7 +430,8 @@ class Session:
                 logits,
                 None,
                 routes,
-                *kept,
+                *(kept or (None, None, None)),
+                self.per_slot,
             )
             figures.add(len(tokens), time.perf_counter() - start, before, engine.counters())
             if self._observe is not None:

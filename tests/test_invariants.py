@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 CHILD = [sys.executable, str(HERE / "engine_child.py")]
 MEMCAP = [sys.executable, str(HERE.parent / "benchmarks" / "memcap.py")]
 NO_CGROUP = 3
-ISAS = [isa for isa in ("portable", "avx2", "avx512") if isa in _core.kernels.isas()]
+ISAS = [isa for isa in ("portable", "avx2", "avx512", "neon") if isa in _core.kernels.isas()]
 
 
 def child(request: dict, *, isa: str | None = None, prefix: list[str] | None = None) -> dict:

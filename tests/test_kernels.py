@@ -266,19 +266,22 @@ def test_store_kv_rounds_as_numpy(isa, rng):
 @per_isa
 @pytest.mark.parametrize("kv_type", [F16, F32])
 @pytest.mark.parametrize("head_dim", [128, 64, 21])
-@pytest.mark.parametrize(("first", "last"), [(0, 0), (0, 31), (5, 32), (0, 299), (172, 299)])
-def test_attend(isa, kv_type, head_dim, first, last, rng):
+@pytest.mark.parametrize(("position", "window"), [(0, 0), (31, 0), (290, 0), (32, 28), (290, 128)])
+def test_attend(isa, kv_type, head_dim, position, window, rng):
     """Absolute error under 3e-6 against a float64 softmax over the stored keys and values."""
-    q = 2 * rng.standard_normal((4, head_dim)).astype(np.float32)
+    q = 2 * rng.standard_normal((9, 4, head_dim)).astype(np.float32)
     k, v = rng.standard_normal((2, 300, head_dim)).astype(np.float32)
-    stored = [K.store_kv(isa, a.reshape(-1), kv_type).reshape(300, -1) for a in (k, v)]
+    k_rows, v_rows = (K.store_kv(isa, a.reshape(-1), kv_type).reshape(300, -1) for a in (k, v))
     scale = float(np.float32(head_dim**-0.5))
-    y = K.attend(isa, q, *stored, kv_type, first, last, scale)
+    y = K.attend(isa, q, K.store_keys(isa, k, kv_type), v_rows, kv_type, position, window, scale)
     kind = np.float16 if kv_type == F16 else np.float32
-    k64, v64 = (a.view(kind).astype(np.float64)[first : last + 1] for a in stored)
-    scores = scale * (q.astype(np.float64) @ k64.T)
-    p = np.exp(scores - scores.max(axis=1, keepdims=True))
-    np.testing.assert_allclose(y, p @ v64 / p.sum(axis=1, keepdims=True), atol=3e-6)
+    for row in range(9):
+        last = position + row
+        seen = slice(max(0, last - window + 1) if window else 0, last + 1)
+        k64, v64 = (a.view(kind).astype(np.float64)[seen] for a in (k_rows, v_rows))
+        scores = scale * (q[row].astype(np.float64) @ k64.T)
+        p = np.exp(scores - scores.max(axis=1, keepdims=True))
+        np.testing.assert_allclose(y[row], p @ v64 / p.sum(axis=1, keepdims=True), atol=3e-6)
 
 
 @per_isa
@@ -389,29 +392,35 @@ def test_swiglu_and_accumulate_bits(isa, rng):
 
 
 @per_isa
-@pytest.mark.parametrize(("first", "last"), [(0, 10), (45, 130)])
-def test_attend_bits(isa, first, last, rng):
+@pytest.mark.parametrize(("position", "window"), [(0, 0), (10, 0), (130, 86), (130, 30)])
+def test_attend_bits(isa, position, window, rng):
     q = rng.standard_normal((5, 40)).astype(np.float32)
     k, v = rng.standard_normal((2, 140, 40)).astype(np.float32)
     scale = np.float32(0.7)
     running_max = np.full(5, -np.inf, np.float32)
-    running_sum = np.zeros(5, np.float32)
+    running_sum = np.zeros((5, 16), np.float32)
     acc = np.zeros((5, 40), np.float32)
-    for block in range(first // 32, last // 32 + 1):
-        keys = np.arange(max(first, 32 * block), min(last, 32 * block + 31) + 1)
-        s = scale * lane_sum((q[:, None], k[None, keys]))
+    first = max(0, position - window + 1) if window else 0
+    for block in range(first // 64, position // 64 + 1):
+        keys = np.arange(max(first, 64 * block), min(position, 64 * block + 63) + 1)
+        dot = np.zeros((5, len(keys)), np.float32)
+        for d in range(40):
+            dot = fma32(q[:, d : d + 1], k[keys, d], dot)
+        s = np.full((5, 64), -np.inf, np.float32)
+        s[:, keys - 64 * block] = scale * dot
         new_max = np.maximum(running_max, s.max(axis=1))
         p, c = exp32(s - new_max[:, None]), exp32(running_max - new_max)
-        total = np.zeros(5, np.float32)
+        lanes = p.reshape(5, 4, 16)
+        running_sum = fma32(running_sum, c[:, None], (lanes[:, 0] + lanes[:, 1]) + (lanes[:, 2] + lanes[:, 3]))
         acc = acc * c[:, None]
-        for j, position in enumerate(keys):
-            total = total + p[:, j]
-            acc = fma32(p[:, j : j + 1], v[position], acc)
-        running_sum = fma32(running_sum, c, total)
+        for position_j in keys:
+            acc = fma32(p[:, position_j - 64 * block][:, None], v[position_j], acc)
         running_max = new_max
-    stored = [a.reshape(140, -1).view(np.uint8) for a in (k, v)]
-    got = K.attend(isa, q, *stored, F32, first, last, float(scale))
-    assert same_bits(got, acc / running_sum[:, None])
+    for half in (8, 4, 2, 1):
+        running_sum = running_sum[:, :half] + running_sum[:, half:]
+    keys_and_values = K.store_keys(isa, k, F32), v.view(np.uint8)
+    got = K.attend(isa, q[None], *keys_and_values, F32, position, window, float(scale))
+    assert same_bits(got[0], acc / running_sum)
 
 
 @per_isa

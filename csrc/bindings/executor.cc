@@ -87,7 +87,7 @@ void run_pass(Executor& executor, Vector<int32_t> tokens, Vector<uint32_t> seque
               const std::vector<SessionState*>& states, Vector<uint32_t> out_rows, Logits logits,
               const CancelFlag* cancel, const std::optional<Routes<const int32_t>>& routes,
               const std::optional<Routes<int32_t>>& ids, const std::optional<Routes<float>>& weights,
-              const std::optional<Routes<float>>& scores) {
+              const std::optional<Routes<float>>& scores, bool per_slot) {
   const uint64_t vocab = vocab_size(executor.program());
   if (logits.shape(0) != out_rows.shape(0) || logits.shape(1) != vocab)
     throw Error("pass: logits of shape [" + std::to_string(logits.shape(0)) + ", " + std::to_string(logits.shape(1)) +
@@ -101,6 +101,7 @@ void run_pass(Executor& executor, Vector<int32_t> tokens, Vector<uint32_t> seque
   const size_t n = tokens.shape(0);
   pass.routing = {flat_routes<const int32_t>(executor, routes, n), flat_routes(executor, ids, n),
                   flat_routes(executor, weights, n), flat_routes(executor, scores, n)};
+  pass.per_slot = per_slot;
   StopCheck stop(cancel);
   pass.should_stop = std::ref(stop);
   try {
@@ -193,7 +194,7 @@ void init_executor(nb::module_& m) {
       .def("run", &run_pass, "tokens"_a.noconvert(), "sequences"_a.noconvert(), "states"_a, "out_rows"_a.noconvert(),
            "logits"_a.noconvert(), "cancel"_a.none() = nb::none(), "routes"_a.noconvert().none() = nb::none(),
            "ids"_a.noconvert().none() = nb::none(), "weights"_a.noconvert().none() = nb::none(),
-           "scores"_a.noconvert().none() = nb::none(),
+           "scores"_a.noconvert().none() = nb::none(), "per_slot"_a = false,
            "One pass over n rows. tokens: int32 [n]; sequences: uint32 [n], indices into states, each sequence's rows "
            "in order; out_rows: uint32 [m], ascending; logits: float32 [m, vocab], filled. On success the states "
            "have grown; on an exception none has. routes: int32 [layers, n, top_k], ascending expert ids that replace "

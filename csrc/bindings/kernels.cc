@@ -277,27 +277,45 @@ void init_tables(nb::module_& m) {
       },
       "isa"_a, "x"_a.noconvert(), "kv_type"_a);
   m.def(
-      "attend",
-      [](const std::string& isa, Array<const float, 2> q, Array<const uint8_t, 2> keys, Array<const uint8_t, 2> values,
-         uint32_t kv_type, uint32_t first, uint32_t last, float scale) {
+      "store_keys",
+      [](const std::string& isa, Array<const float, 2> x, uint32_t kv_type) {
         const Kernels& k = table(isa);
         const DType known = known_kv_type(kv_type);
-        const size_t num_q = q.shape(0), head_dim = q.shape(1), row = row_bytes(known, head_dim);
-        expect(head_dim > 0, "q: expected at least one element a head");
-        expect_size("keys row", keys.shape(1), row);
-        expect_size("values row", values.shape(1), row);
-        expect(first <= last && last < keys.shape(0) && last < values.shape(0),
-               "first, last: expected a range within the keys");
-        auto out = make_array<float>({num_q, head_dim});
-        std::vector<float> scratch(num_q * (head_dim + 34));
-        nb::gil_scoped_release released;
-        k.attend(q.data(), static_cast<uint32_t>(num_q), static_cast<uint32_t>(head_dim), keys.data(), values.data(),
-                 known, head_dim, first, last, scale, out.data(), scratch.data());
+        const uint32_t positions = static_cast<uint32_t>(x.shape(0)), head_dim = static_cast<uint32_t>(x.shape(1));
+        auto out = make_array<uint8_t>({matrix_bytes(known, positions, head_dim)});
+        for (uint32_t p = 0; p < positions; ++p) k.store_key(x.data() + p * head_dim, head_dim, p, known, out.data());
         return out;
       },
-      "isa"_a, "q"_a.noconvert(), "keys"_a.noconvert(), "values"_a.noconvert(), "kv_type"_a, "first"_a, "last"_a,
+      "isa"_a, "x"_a.noconvert(), "kv_type"_a, "x: float32 [positions, head_dim], to tile layout.");
+  m.def(
+      "attend",
+      [](const std::string& isa, Array<const float, 3> q, Array<const uint8_t, 1> keys, Array<const uint8_t, 2> values,
+         uint32_t kv_type, uint32_t position, uint32_t window, float scale) {
+        const Kernels& k = table(isa);
+        const DType known = known_kv_type(kv_type);
+        const size_t n = q.shape(0), num_q = q.shape(1), head_dim = q.shape(2);
+        expect(n > 0 && num_q > 0 && head_dim > 0, "q: expected at least one row, head and element");
+        expect_size("values row", values.shape(1), row_bytes(known, head_dim));
+        expect(position + n <= values.shape(0), "position: expected all rows within the values");
+        expect_size("keys", keys.size(), matrix_bytes(known, static_cast<uint32_t>(values.shape(0)), head_dim));
+        auto out = make_array<float>({n, num_q, head_dim});
+        std::vector<float> scratch(attend_scratch_floats(n, num_q, head_dim));
+        std::vector<const float*> q_rows;
+        std::vector<float*> out_rows;
+        for (size_t row = 0; row < n; ++row) {
+          q_rows.push_back(q.data() + row * num_q * head_dim);
+          out_rows.push_back(out.data() + row * num_q * head_dim);
+        }
+        const KeysAndValues kv = {static_cast<uint32_t>(head_dim), known, keys.data(), values.data(), window, scale};
+        nb::gil_scoped_release released;
+        k.attend(kv, q_rows.data(), static_cast<uint32_t>(num_q), static_cast<uint32_t>(n), position, out_rows.data(),
+                 scratch.data());
+        return out;
+      },
+      "isa"_a, "q"_a.noconvert(), "keys"_a.noconvert(), "values"_a.noconvert(), "kv_type"_a, "position"_a, "window"_a,
       "scale"_a,
-      "q: float32 [num_q, head_dim]; keys, values: uint8 [positions, row_bytes]. Returns [num_q, head_dim].");
+      "q: float32 [n, num_q, head_dim] at positions position..; keys: as store_keys gives them; values: uint8 "
+      "[positions, row_bytes]. Returns [n, num_q, head_dim].");
   m.def(
       "route",
       [](const std::string& isa, Array<const float, 1> logits, uint32_t top_k, bool normalize, float scaling) {

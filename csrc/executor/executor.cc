@@ -23,7 +23,7 @@ void run_op(const PassContext& ctx, const OpInfo& op) {
     case OpCode::kEmbed: return run_embed(ctx, op);
     case OpCode::kRmsNorm: return run_rms_norm(ctx, op);
     case OpCode::kQuantize: return run_quantize(ctx, op);
-    case OpCode::kLinear: return run_linear(ctx, op);
+    case OpCode::kLinear: return run_linears(ctx, {&op, 1});
     case OpCode::kRopeAngles: return run_rope_angles(ctx, op);
     case OpCode::kRope: return run_rope(ctx, op);
     case OpCode::kAttention: return run_attention(ctx, op);
@@ -150,10 +150,18 @@ struct Executor::Impl {
     assign_positions(pass);
     stopping = false;
     const PassContext ctx{program, weights, experts, kernels, pool, scratch.data(), buffers, pass, positions, stopping};
-    for (const OpInfo& op : program.ops) {
+    std::span<const OpInfo> ops;
+    for (size_t i = 0; i < program.ops.size(); i += ops.size()) {
+      const OpInfo& op = program.ops[i];
+      ops = linears_from(program, i);
       ctx.poll();
       const auto start = std::chrono::steady_clock::now();
-      run_op(ctx, op);
+      if (ops.empty()) {
+        ops = {&op, 1};
+        run_op(ctx, op);
+      } else {
+        run_linears(ctx, ops);
+      }
       const auto spent = std::chrono::steady_clock::now() - start;
       op_ns[static_cast<uint32_t>(op.code)] +=
           static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());

@@ -36,6 +36,9 @@ struct Pass {
   std::function<bool()>
       should_stop;  // polled between ops, between batches of experts, and at least every 20 ms of waiting
   RoutingTap routing = {};
+  // Each route reads its expert's weights for itself (MoESpec's per-slot kernel), instead of each distinct expert's
+  // being read once for all its routes. The same bits.
+  bool per_slot = false;
 };
 
 class Executor {

@@ -11,8 +11,10 @@ namespace {
 
 // A thread's share of a product is at least this much weight: below, waking another costs more than it saves.
 constexpr size_t kLeastWeightBytes = 32 << 10;
-// Half of a 1 MiB L2 cache: activations of one piece, and the weights they meet.
-constexpr size_t kPieceBytes = 256 << 10;
+// With many rows a kernel reads the same weights several times: half of a 1 MiB L2 cache for them. Also what is done
+// between two polls.
+constexpr size_t kPieceBytes = 512 << 10;
+constexpr uint32_t kFewRows = 16;
 
 size_t value_row_bytes(const ValueInfo& v) { return v.kind == ValueKind::kQ8 ? q8_row_bytes(v.width) : v.width * 4; }
 
@@ -34,15 +36,11 @@ int32_t* PassContext::i32(uint32_t value, uint32_t row) const { return reinterpr
 
 void matmul_rows(const PassContext& ctx, const Matrix& w, const void* const* x, uint32_t n, float* const* y,
                  uint32_t tile_begin, uint32_t tile_end, uint32_t thread) {
-  const size_t x_bytes = is_quantized(w.type) ? q8_row_bytes(w.cols) : w.cols * sizeof(float);
-  const uint32_t row_step = static_cast<uint32_t>(std::max<size_t>(16, kPieceBytes / x_bytes / 16 * 16));
-  const uint32_t tile_step =
-      static_cast<uint32_t>(std::max<size_t>(4, kPieceBytes / tile_bytes(w.type, w.cols) / 4 * 4));
-  for (uint32_t tile = tile_begin; tile < tile_end; tile += tile_step) {
-    for (uint32_t row = 0; row < n; row += row_step) {
-      ctx.poll(thread);
-      ctx.kernels.matmul(w, x + row, std::min(row_step, n - row), y + row, tile, std::min(tile + tile_step, tile_end));
-    }
+  const uint32_t fit = static_cast<uint32_t>(kPieceBytes / tile_bytes(w.type, w.cols)) / 4 * 4;
+  const uint32_t step = n > kFewRows ? std::max(fit, 4u) : tile_end - tile_begin;
+  for (uint32_t tile = tile_begin; tile < tile_end; tile += step) {
+    ctx.poll(thread);
+    ctx.kernels.matmul(w, x, n, y, tile, std::min(tile + step, tile_end));
   }
 }
 
@@ -90,19 +88,38 @@ void run_quantize(const PassContext& ctx, const OpInfo& op) {
   });
 }
 
-void run_linear(const PassContext& ctx, const OpInfo& op) {
-  const uint32_t x = op.inputs[0], y = op.outputs[0], n = ctx.num_rows(x);
+// Products of one x, such as queries, keys and values, are one job: threads meet once, not once a matrix.
+void run_linears(const PassContext& ctx, std::span<const OpInfo> ops) {
+  const uint32_t x = ops[0].inputs[0], n = ctx.num_rows(x);
   if (n == 0) return;
   RowPointers& rows = ctx.buffers.rows;
-  for (uint32_t row = 0; row < n; ++row) {
-    rows.x[row] = ctx.bytes(x, row);
-    rows.y[row] = ctx.f32(y, row);
+  uint32_t num_all_tiles = 0;
+  for (uint32_t row = 0; row < n; ++row) rows.x[row] = ctx.bytes(x, row);
+  for (size_t i = 0; i < ops.size(); ++i) {
+    for (uint32_t row = 0; row < n; ++row) rows.y[i * n + row] = ctx.f32(ops[i].outputs[0], row);
+    num_all_tiles += num_tiles(ctx.weights.matrix(ops[i].weights[0]).rows);
   }
-  const Matrix w = ctx.weights.matrix(op.weights[0]);
-  const uint32_t grain = static_cast<uint32_t>(1 + kLeastWeightBytes / (tile_bytes(w.type, w.cols) * n));
-  ctx.pool.parallel_for(num_tiles(w.rows), grain, [&](uint32_t begin, uint32_t end, uint32_t thread) {
-    matmul_rows(ctx, w, rows.x.data(), n, rows.y.data(), begin, end, thread);
+  const Matrix first = ctx.weights.matrix(ops[0].weights[0]);
+  const uint32_t grain = static_cast<uint32_t>(1 + kLeastWeightBytes / (tile_bytes(first.type, first.cols) * n));
+  ctx.pool.parallel_for(num_all_tiles, grain, [&](uint32_t begin, uint32_t end, uint32_t thread) {
+    uint32_t tile = 0;  // the first of the matrix, in the row of all
+    for (size_t i = 0; i < ops.size() && tile < end; ++i) {
+      const Matrix w = ctx.weights.matrix(ops[i].weights[0]);
+      const uint32_t tiles = num_tiles(w.rows);
+      const uint32_t from = std::max(begin, tile), to = std::min(end, tile + tiles);
+      if (from < to) matmul_rows(ctx, w, rows.x.data(), n, rows.y.data() + i * n, from - tile, to - tile, thread);
+      tile += tiles;
+    }
   });
+}
+
+std::span<const OpInfo> linears_from(const Program& program, size_t first) {
+  const std::span<const OpInfo> ops(program.ops);
+  size_t n = 0;
+  while (first + n < ops.size() && n < kMostLinears && ops[first + n].code == OpCode::kLinear &&
+         ops[first + n].inputs[0] == ops[first].inputs[0])
+    ++n;
+  return ops.subspan(first, n);
 }
 
 void run_rope_angles(const PassContext& ctx, const OpInfo& op) {

@@ -3,9 +3,12 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
+#include <span>
 #include <vector>
 
 #include "executor/executor.h"
+#include "executor/mapping.h"
 #include "executor/program.h"
 #include "executor/thread_pool.h"
 #include "executor/weights.h"
@@ -34,16 +37,17 @@ struct ExpertJob {
 // Row pointers, as kernels take them.
 struct RowPointers {
   std::vector<const void*> x, h;         // inputs of a linear, or of gate and up; of down
-  std::vector<float*> y, gate, up, out;  // their outputs
+  std::vector<float*> y, gate, up, out;  // their outputs; y: row after row of one linear, then of the next
 };
 
 // What ops need beside values, allocated once for the largest pass.
 struct OpBuffers {
   RouteMap routes;
   RowPointers rows;
-  std::vector<uint32_t> order;                // of rows by token
-  std::vector<std::vector<float>> attention;  // per thread
-  std::vector<uint32_t> taken;                // by ExpertMemory::take
+  std::vector<uint32_t> order;         // of rows: by token, by sequence
+  std::vector<uint32_t> chunks;        // of attention: where each begins in `order`, and the end
+  std::unique_ptr<Mapping> attention;  // the kernel's scratch, per thread
+  std::vector<uint32_t> taken;         // by ExpertMemory::take
   std::vector<ExpertJob> jobs;
 };
 
@@ -81,15 +85,14 @@ struct PassContext {
   }
 };
 
-// y[t] = W x[t] for tiles [tile_begin, tile_end) and all n rows, on this thread. Rows go in pieces whose activations
-// stay in the L2 cache beside a block of weights, so that both are read from memory about once.
+// y[t] = W x[t] for tiles [tile_begin, tile_end) and all n rows, on this thread.
 void matmul_rows(const PassContext& ctx, const Matrix& w, const void* const* x, uint32_t n, float* const* y,
                  uint32_t tile_begin, uint32_t tile_end, uint32_t thread);
 
 void run_embed(const PassContext& ctx, const OpInfo& op);
 void run_rms_norm(const PassContext& ctx, const OpInfo& op);
 void run_quantize(const PassContext& ctx, const OpInfo& op);
-void run_linear(const PassContext& ctx, const OpInfo& op);
+void run_linears(const PassContext& ctx, std::span<const OpInfo> ops);  // of one x
 void run_rope_angles(const PassContext& ctx, const OpInfo& op);
 void run_rope(const PassContext& ctx, const OpInfo& op);
 void run_attention(const PassContext& ctx, const OpInfo& op);  // op_attention.cc
@@ -97,6 +100,10 @@ void run_add(const PassContext& ctx, const OpInfo& op);
 void run_route(const PassContext& ctx, const OpInfo& op);
 void run_experts(const PassContext& ctx, const OpInfo& op);  // op_experts.cc
 void run_select_rows(const PassContext& ctx, const OpInfo& op);
+
+// The linears that begin at op `first` and read the same value, which no buffer of theirs may share: none, one or more.
+constexpr size_t kMostLinears = 4;
+std::span<const OpInfo> linears_from(const Program& program, size_t first);
 
 // Made with the executor: buffers for the largest pass, and Error if the experts' layers do not fit the program.
 void size_attention_buffers(const Program& program, uint32_t num_threads, OpBuffers& buffers);

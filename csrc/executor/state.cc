@@ -13,8 +13,16 @@ namespace {
 
 constexpr uint32_t kMaxCapacity = 1u << 28;
 
-uint64_t half_bytes(const StateInfo& s, uint32_t capacity, DType kv_type) {  // keys alone, or values alone
-  return row_bytes(kv_type, uint64_t{s.num_heads} * s.head_dim) * capacity;
+uint64_t key_bytes(const StateInfo& s, uint32_t capacity, DType kv_type) {  // of one head
+  return matrix_bytes(kv_type, capacity, s.head_dim);
+}
+
+uint64_t value_bytes(const StateInfo& s, uint32_t capacity, DType kv_type) {
+  return row_bytes(kv_type, s.head_dim) * capacity;
+}
+
+uint64_t state_bytes(const StateInfo& s, uint32_t capacity, DType kv_type) {
+  return round_up(s.num_heads * (key_bytes(s, capacity, kv_type) + value_bytes(s, capacity, kv_type)), 64);
 }
 
 }  // namespace
@@ -27,10 +35,12 @@ struct SessionState::Impl {
   uint32_t length = 0;
   Mapping memory;
 
-  uint8_t* head(uint32_t state, uint32_t head, bool values) const {
+  uint8_t* keys(uint32_t state, uint32_t head) const {
+    return memory.data() + offsets[state] + head * key_bytes(states[state], capacity, kv_type);
+  }
+  uint8_t* values(uint32_t state, uint32_t head) const {
     const StateInfo& s = states[state];
-    uint64_t head_bytes = row_bytes(kv_type, s.head_dim) * capacity;
-    return memory.data() + offsets[state] + (values ? half_bytes(s, capacity, kv_type) : 0) + head * head_bytes;
+    return keys(state, s.num_heads) + head * value_bytes(s, capacity, kv_type);
   }
 };
 
@@ -42,7 +52,7 @@ uint64_t SessionState::bytes(const Program& program, uint32_t capacity, DType kv
     throw Error("session state: keys and values of type " + std::to_string(static_cast<uint32_t>(kv_type)) +
                 ", expected F16 (1) or F32 (0)");
   uint64_t total = 0;
-  for (const StateInfo& s : program.states) total += round_up(2 * half_bytes(s, capacity, kv_type), 64);
+  for (const StateInfo& s : program.states) total += state_bytes(s, capacity, kv_type);
   return round_up(total, kPage);
 }
 
@@ -51,7 +61,7 @@ SessionState::SessionState(const Program& program, uint32_t capacity, DType kv_t
   uint64_t at = 0;
   for (const StateInfo& s : program.states) {
     impl_->offsets.push_back(at);
-    at += round_up(2 * half_bytes(s, capacity, kv_type), 64);
+    at += state_bytes(s, capacity, kv_type);
   }
   impl_->memory.commit();
 }
@@ -80,7 +90,7 @@ void SessionState::rollback(uint32_t length) {
 
 void SessionState::append(uint32_t n) { impl_->length += n; }
 
-uint8_t* SessionState::keys(uint32_t state, uint32_t head) const { return impl_->head(state, head, false); }
-uint8_t* SessionState::values(uint32_t state, uint32_t head) const { return impl_->head(state, head, true); }
+uint8_t* SessionState::keys(uint32_t state, uint32_t head) const { return impl_->keys(state, head); }
+uint8_t* SessionState::values(uint32_t state, uint32_t head) const { return impl_->values(state, head); }
 
 }  // namespace headrace

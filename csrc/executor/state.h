@@ -11,7 +11,8 @@ namespace headrace {
 class SessionState {
  public:
   // Maps and commits (prefaults) room for `capacity` positions. kv_type: F16 or F32.
-  // Layout of one state: keys, then values, each [num_heads, capacity, head_dim].
+  // Layout of one state: the keys of each head, a matrix [capacity, head_dim] in tile layout (kernels/dtype.h), then
+  // the values, [num_heads, capacity, head_dim].
   SessionState(const Program& program, uint32_t capacity, DType kv_type);
   ~SessionState();
   SessionState(const SessionState&) = delete;

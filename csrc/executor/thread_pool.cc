@@ -27,6 +27,8 @@ constexpr uint32_t kMaxThreads = 1024;
 inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");  // yield does nothing on most processors
 #endif
 }
 
@@ -66,7 +68,7 @@ struct ThreadPool::Impl {
     do {
       if (begin >= count) return false;
       uint32_t left = count - begin;
-      uint32_t size = std::max(grain, left / (2 * num_threads));
+      uint32_t size = std::max(grain, left / 3 * 2 / num_threads);
       end = left < size + grain ? count : begin + size;  // no remainder below the grain
     } while (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed));
     return true;

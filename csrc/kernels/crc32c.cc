@@ -11,6 +11,14 @@
 #else
 #define HEADRACE_WITH_CRC32 __attribute__((target("sse4.2")))
 #endif
+#elif defined(__aarch64__)
+#include <arm_acle.h>
+#include <sys/auxv.h>
+#if defined(__clang__)
+#define HEADRACE_WITH_CRC32 __attribute__((target("crc")))
+#else
+#define HEADRACE_WITH_CRC32 __attribute__((target("+crc")))
+#endif
 #endif
 
 namespace headrace {
@@ -48,7 +56,19 @@ uint32_t update_by_table(uint32_t crc, const uint8_t* p, size_t n) {
   return crc;
 }
 
+#if defined(HEADRACE_WITH_CRC32)
+
 #if defined(__x86_64__)
+bool has_instruction() { return __builtin_cpu_supports("sse4.2"); }
+HEADRACE_WITH_CRC32 inline uint64_t crc_word(uint64_t crc, uint64_t v) { return _mm_crc32_u64(crc, v); }
+HEADRACE_WITH_CRC32 inline uint32_t crc_byte(uint32_t crc, uint8_t v) { return _mm_crc32_u8(crc, v); }
+#elif defined(__aarch64__)
+bool has_instruction() { return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0; }
+HEADRACE_WITH_CRC32 inline uint64_t crc_word(uint64_t crc, uint64_t v) {
+  return __crc32cd(static_cast<uint32_t>(crc), v);
+}
+HEADRACE_WITH_CRC32 inline uint32_t crc_byte(uint32_t crc, uint8_t v) { return __crc32cb(crc, v); }
+#endif
 
 // What `n` zero bytes (a power of two) do to a register is linear over GF(2): a 32x32 bit matrix, here as one table
 // for each byte of the register.
@@ -92,9 +112,9 @@ HEADRACE_WITH_CRC32 void three_streams(uint64_t& crc, const uint8_t*& p, size_t&
   for (; n >= 3 * kStream; n -= 3 * kStream, p += 3 * kStream) {
     uint64_t a = crc, b = 0, c = 0;
     for (size_t i = 0; i < kStream; i += 8) {
-      a = _mm_crc32_u64(a, word(p + i));
-      b = _mm_crc32_u64(b, word(p + kStream + i));
-      c = _mm_crc32_u64(c, word(p + 2 * kStream + i));
+      a = crc_word(a, word(p + i));
+      b = crc_word(b, word(p + kStream + i));
+      c = crc_word(c, word(p + 2 * kStream + i));
     }
     b ^= append_zeros(kZeros, static_cast<uint32_t>(a));
     crc = c ^ append_zeros(kZeros, static_cast<uint32_t>(b));
@@ -105,8 +125,8 @@ HEADRACE_WITH_CRC32 uint32_t update_by_instruction(uint32_t crc32, const uint8_t
   uint64_t crc = crc32;
   three_streams<4096>(crc, p, n);
   three_streams<256>(crc, p, n);
-  for (; n >= 8; n -= 8, p += 8) crc = _mm_crc32_u64(crc, word(p));
-  for (; n > 0; --n, ++p) crc = _mm_crc32_u8(static_cast<uint32_t>(crc), *p);
+  for (; n >= 8; n -= 8, p += 8) crc = crc_word(crc, word(p));
+  for (; n > 0; --n, ++p) crc = crc_byte(static_cast<uint32_t>(crc), *p);
   return static_cast<uint32_t>(crc);
 }
 
@@ -115,8 +135,8 @@ HEADRACE_WITH_CRC32 uint32_t update_by_instruction(uint32_t crc32, const uint8_t
 }  // namespace
 
 uint32_t crc32c(uint32_t crc, const void* data, size_t n) {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("sse4.2")) {
+#if defined(HEADRACE_WITH_CRC32)
+  if (has_instruction()) {
     return ~update_by_instruction(~crc, static_cast<const uint8_t*>(data), n);
   }
 #endif

@@ -103,13 +103,83 @@ inline SinCos sin_cos(double x) {
 }
 
 // ---- Matrix products
+//
+// One scheme for every type. A tile is 16 rows of the weights, one lane each, so an output is one chain of sums over
+// ascending columns whatever else is computed beside it: how rows and tiles are grouped never shows in the bits.
+//
+//   groups   Activation rows go in groups of at most as many as the registers hold sums for; a weight is decoded once
+//            for all rows of a group. Up to kGroups groups share one reading of the weights.
+//   steps    Columns go in steps whose activations, gathered so that one pointer finds them all, stay in the L1 cache
+//            beside the weights they meet; outputs hold the sums in between. One group alone takes as many columns as
+//            it can: its weights come from memory, in long runs.
+//   unpack   Where several groups meet a tile, its blocks are decoded to bytes once, in the L1 cache.
+//
+// The work left per block of 32 columns and 16 rows is, for each activation row, 8 products, a conversion, a
+// multiplication and a fused multiply-add: with two vector ports 8/11 of the bare products' rate is the limit.
 
-// A quant type is a decoder of blocks of 32 columns: Bytes for two groups of 4 columns at a time, as value + kOffset.
+constexpr uint32_t kGroups = 8;
+
+// The rows of one product, divided as evenly as possible: [begin(i), begin(i + 1)) for i < count.
+struct Division {
+  uint32_t n, count;
+  Division(uint32_t n, uint32_t most) : n(n), count((n + most - 1) / most) {}
+  uint32_t begin(uint32_t i) const { return static_cast<uint32_t>(uint64_t{n} * i / count); }
+};
+
+template <uint32_t kValue>
+struct Constant {
+  static constexpr uint32_t value = kValue;
+};
+
+// fn(Constant<n>()) for 1 <= n <= kMax.
+template <uint32_t kMax, class Fn>
+inline void with_constant(uint32_t n, Fn fn) {
+  if constexpr (kMax > 1) {
+    if (n < kMax) return with_constant<kMax - 1>(n, fn);
+  }
+  fn(Constant<kMax>());
+}
+
+// The sums of tiles [tile, tile + kTiles) so far: 0 before the first step, then what the outputs hold.
+template <uint32_t kTiles, uint32_t kTokens>
+inline void load_sums(const Matrix& w, uint32_t tile, bool first_step, float* const* y,
+                      Floats (&acc)[kTiles][kTokens]) {
+  for (uint32_t i = 0; i < kTiles; ++i) {
+    const uint32_t row = (tile + i) * kTileRows;
+    const uint32_t n = min_u32(kTileRows, w.rows - row);
+    for (uint32_t t = 0; t < kTokens; ++t) {
+      if (first_step) {
+        acc[i][t] = set1(0.0f);
+      } else {
+        acc[i][t] = n == kTileRows ? load(y[t] + row) : load_n(y[t] + row, n);
+      }
+    }
+  }
+}
+
+template <uint32_t kTiles, uint32_t kTokens>
+inline void store_sums(const Matrix& w, uint32_t tile, const Floats (&acc)[kTiles][kTokens], float* const* y) {
+  for (uint32_t i = 0; i < kTiles; ++i) {
+    const uint32_t row = (tile + i) * kTileRows;
+    const uint32_t n = min_u32(kTileRows, w.rows - row);
+    for (uint32_t t = 0; t < kTokens; ++t) {
+      if (n == kTileRows) {
+        store(y[t] + row, acc[i][t]);
+      } else {
+        store_n(y[t] + row, acc[i][t], n);
+      }
+    }
+  }
+}
+
+// A quant type is a decoder of blocks of 32 columns: the rows' scales, and Bytes for two groups of 4 columns at a time,
+// as value + kOffset.
 struct Q4_0 {
   static constexpr uint32_t kBlockBytes = 288;
   static constexpr int32_t kOffset = 8;
   using Products = Dot<15>;
   static constexpr uint32_t group(uint32_t pair, uint32_t i) { return pair + 4 * i; }
+  static Floats scales(const uint8_t* block) { return F16::load(block); }
   static void decode(const uint8_t* block, uint32_t pair, Bytes (&w)[2]) {
     const Bytes packed = load_bytes(block + 32 + 64 * pair);
     w[0] = low_nibbles(packed);
@@ -122,11 +192,50 @@ struct Q8_0 {
   static constexpr int32_t kOffset = 128;
   using Products = Dot<255>;
   static constexpr uint32_t group(uint32_t pair, uint32_t i) { return 2 * pair + i; }
+  static Floats scales(const uint8_t* block) { return F16::load(block); }
   static void decode(const uint8_t* block, uint32_t pair, Bytes (&w)[2]) {
     w[0] = flip_sign(load_bytes(block + 32 + 128 * pair));
     w[1] = flip_sign(load_bytes(block + 32 + 128 * pair + 64));
   }
 };
+
+// What Quant's decoder gave, kept: 16 scales as floats, then the Bytes in the order in which they were decoded.
+template <class Quant>
+struct Unpacked {
+  static constexpr uint32_t kBlockBytes = 64 + 512;
+  static constexpr int32_t kOffset = Quant::kOffset;
+  using Products = typename Quant::Products;
+  static constexpr uint32_t group(uint32_t pair, uint32_t i) { return Quant::group(pair, i); }
+  static Floats scales(const uint8_t* block) { return F32::load(block); }
+  static void decode(const uint8_t* block, uint32_t pair, Bytes (&w)[2]) {
+    w[0] = load_bytes(block + 64 + 128 * pair);
+    w[1] = load_bytes(block + 64 + 128 * pair + 64);
+  }
+};
+
+// One tile ahead into L2 and 2.3 KB ahead into L1: with one token Intel gets 0.7 of streaming without, with eight AMD
+// gets 0.6 of this speed.
+template <class Quant>
+inline void prefetch_block(const uint8_t* block, size_t tile_stride) {
+  for (uint32_t i = 0; i < Quant::kBlockBytes; i += 64) {
+    prefetch_near(block + 8 * 288 + i);
+    prefetch_far(block + tile_stride + i);
+  }
+}
+
+template <class Quant>
+inline void unpack_blocks(const uint8_t* block, size_t tile_stride, uint32_t blocks, uint8_t* to) {
+  for (uint32_t b = 0; b < blocks; ++b, block += Quant::kBlockBytes, to += Unpacked<Quant>::kBlockBytes) {
+    prefetch_block<Quant>(block, tile_stride);
+    store(reinterpret_cast<float*>(to), Quant::scales(block));
+    for (uint32_t pair = 0; pair < 4; ++pair) {
+      Bytes w[2];
+      Quant::decode(block, pair, w);
+      store_bytes(to + 64 + 128 * pair, w[0]);
+      store_bytes(to + 64 + 128 * pair + 64, w[1]);
+    }
+  }
+}
 
 // One block of an activation row beside the other rows' same block: the product below then finds all by one pointer.
 struct Activation {
@@ -144,17 +253,13 @@ inline void gather(const void* row, uint32_t cols, uint32_t b, Activation* to) {
   to->start = -Quant::kOffset * read<int32_t>(d + size_t{4} * (cols / kQuantBlock));
 }
 
-// acc[t] += the products of `blocks` blocks of one tile with kTokens activation rows. A block is decoded once for all.
+// acc[t] += the products of `blocks` blocks of one tile with kTokens activation rows. tile_stride: 0 where the tile has
+// been unpacked, and nothing need be fetched ahead.
 template <class Quant, uint32_t kTokens>
 inline void quant_blocks(const uint8_t* block, size_t tile_stride, uint32_t blocks, const Activation* x,
                          Floats (&acc)[kTokens]) {
   for (uint32_t b = 0; b < blocks; ++b, block += Quant::kBlockBytes, x += kTokens) {
-    // One tile ahead into L2 and 2.3 KB ahead into L1: with one token Intel gets 0.7 of streaming without, with eight
-    // AMD gets 0.6 of this speed.
-    for (uint32_t i = 0; i < Quant::kBlockBytes; i += 64) {
-      prefetch_near(block + 8 * 288 + i);
-      prefetch_far(block + tile_stride + i);
-    }
+    if (tile_stride != 0) prefetch_block<Quant>(block, tile_stride);
     typename Quant::Products dot[kTokens];
     for (uint32_t t = 0; t < kTokens; ++t) dot[t] = typename Quant::Products(x[t].start);
     for (uint32_t pair = 0; pair < 4; ++pair) {
@@ -163,143 +268,124 @@ inline void quant_blocks(const uint8_t* block, size_t tile_stride, uint32_t bloc
       for (uint32_t i = 0; i < 2; ++i)
         for (uint32_t t = 0; t < kTokens; ++t) dot[t].add4(w[i], x[t].q + 4 * Quant::group(pair, i));
     }
-    const Floats d_w = F16::load(block);
+    const Floats d_w = Quant::scales(block);
     for (uint32_t t = 0; t < kTokens; ++t) acc[t] = fma(to_floats(dot[t].sum()), mul(d_w, set1(x[t].d)), acc[t]);
   }
 }
 
-// kTiles tiles in a row times kTokens activation rows: kTiles * kTokens independent sums hide the latency of one.
-template <class Element, uint32_t kTiles, uint32_t kTokens>
-inline void float_tiles(const uint8_t* tile, uint32_t cols, const void* const* x, Floats (&out)[kTiles][kTokens]) {
-  constexpr uint32_t kStep = kTileRows * Element::kBytes;
-  const size_t tile_stride = size_t{cols} * kStep;
-  Floats acc[kTiles][kTokens];
-  for (uint32_t i = 0; i < kTiles; ++i)
-    for (uint32_t t = 0; t < kTokens; ++t) acc[i][t] = set1(0.0f);
-  for (uint32_t k = 0; k < cols; ++k) {
-    Floats w[kTiles];
-    for (uint32_t i = 0; i < kTiles; ++i) {
-      const uint8_t* p = tile + i * tile_stride + size_t{k} * kStep;
-      prefetch_near(p + 2304);
-      w[i] = Element::load(p);
-    }
-    for (uint32_t t = 0; t < kTokens; ++t) {
-      const Floats x_k = set1(read<float>(static_cast<const uint8_t*>(x[t]) + 4 * size_t{k}));
-      for (uint32_t i = 0; i < kTiles; ++i) acc[i][t] = fma(w[i], x_k, acc[i][t]);
-    }
-  }
-  for (uint32_t i = 0; i < kTiles; ++i)
-    for (uint32_t t = 0; t < kTokens; ++t) out[i][t] = acc[i][t];
-}
-
-template <uint32_t kTokens>
-inline void load_tile(const Matrix& w, uint32_t tile, float* const* y, Floats (&acc)[kTokens]) {
-  const uint32_t row = tile * kTileRows;
-  const uint32_t n = min_u32(kTileRows, w.rows - row);
-  for (uint32_t t = 0; t < kTokens; ++t) acc[t] = n == kTileRows ? load(y[t] + row) : load_n(y[t] + row, n);
-}
-
-template <uint32_t kTokens>
-inline void store_tile(const Matrix& w, uint32_t tile, const Floats* acc, float* const* y) {
-  const uint32_t row = tile * kTileRows;
-  const uint32_t n = min_u32(kTileRows, w.rows - row);
-  for (uint32_t t = 0; t < kTokens; ++t) {
-    if (n == kTileRows) {
-      store(y[t] + row, acc[t]);
-    } else {
-      store_n(y[t] + row, acc[t], n);
-    }
-  }
-}
-
-constexpr uint32_t kGathered = 512;  // blocks: 20 KB, which leaves room in the L1 cache
-
-// As many columns at a time as can be gathered; y holds the sums in between.
-template <class Quant, uint32_t kTokens>
-void quant_tokens(const Matrix& w, const void* const* x, float* const* y, uint32_t tile_begin, uint32_t tile_end) {
-  constexpr uint32_t kStep = kGathered / kTokens;
-  Activation gathered[kStep * kTokens];
-  const uint32_t blocks = w.cols / kQuantBlock;
-  const size_t tile_stride = size_t{blocks} * Quant::kBlockBytes;
-  for (uint32_t begin = 0; begin < blocks; begin += kStep) {
-    const uint32_t step = min_u32(kStep, blocks - begin);
-    for (uint32_t b = 0; b < step; ++b)
-      for (uint32_t t = 0; t < kTokens; ++t) gather<Quant>(x[t], w.cols, begin + b, gathered + b * kTokens + t);
-    for (uint32_t tile = tile_begin; tile < tile_end; ++tile) {
-      Floats acc[kTokens];
-      if (begin == 0) {
-        for (uint32_t t = 0; t < kTokens; ++t) acc[t] = set1(0.0f);
-      } else {
-        load_tile<kTokens>(w, tile, y, acc);
-      }
-      const uint8_t* first = w.data + tile * tile_stride + size_t{begin} * Quant::kBlockBytes;
-      quant_blocks<Quant, kTokens>(first, tile_stride, step, gathered, acc);
-      store_tile<kTokens>(w, tile, acc, y);
-    }
-  }
-}
-
-// n <= kTokens activation rows.
-template <class Quant, uint32_t kTokens>
-inline void quant_group(const Matrix& w, const void* const* x, uint32_t n, float* const* y, uint32_t tile_begin,
-                        uint32_t tile_end) {
-  if (n == kTokens) {
-    quant_tokens<Quant, kTokens>(w, x, y, tile_begin, tile_end);
-  } else if constexpr (kTokens > 1) {
-    quant_group<Quant, kTokens - 1>(w, x, n, y, tile_begin, tile_end);
-  }
-}
-
-// Rows go in groups of nearly the same size, each over tiles that stay in the L2 cache for the next pass.
 template <class Quant>
 void quant_matmul(const Matrix& w, const void* const* x, uint32_t n, float* const* y, uint32_t tile_begin,
                   uint32_t tile_end) {
   constexpr uint32_t kTokens = Quant::Products::kTokens;
-  constexpr size_t kPieceBytes = 256 << 10;
-  const uint32_t groups = (n + kTokens - 1) / kTokens;
-  const bool one_pass = groups == 1 && size_t{n} * (w.cols / kQuantBlock) <= kGathered;
-  const uint32_t piece = static_cast<uint32_t>(kPieceBytes / tile_bytes(w.type, w.cols)) + 1;
-  const uint32_t tile_step = one_pass ? tile_end - tile_begin : piece;
-  for (uint32_t tile = tile_begin; tile < tile_end; tile += tile_step) {
-    for (uint32_t group = 0; group < groups; ++group) {
-      const uint32_t t = static_cast<uint32_t>(size_t{n} * group / groups);
-      const uint32_t t_end = static_cast<uint32_t>(size_t{n} * (group + 1) / groups);
-      quant_group<Quant, kTokens>(w, x + t, t_end - t, y + t, tile, min_u32(tile_end, tile + tile_step));
+  constexpr uint32_t kStep = 24;       // blocks that several groups share, unpacked: 14 KB
+  constexpr uint32_t kOneGroup = 512;  // activation blocks of one group alone: 20 KB
+  constexpr uint32_t kGathered = kGroups * kTokens * kStep > kOneGroup ? kGroups * kTokens * kStep : kOneGroup;
+  Activation gathered[kGathered];
+  alignas(64) uint8_t unpacked[kStep * Unpacked<Quant>::kBlockBytes];
+  const uint32_t all_blocks = w.cols / kQuantBlock;
+  const size_t tile_stride = size_t{all_blocks} * Quant::kBlockBytes;
+
+  const Division parts(n, kGroups * kTokens);
+  for (uint32_t part = 0; part < parts.count; ++part) {
+    const uint32_t row = parts.begin(part);
+    const Division groups(parts.begin(part + 1) - row, kTokens);
+    const Division steps(all_blocks, groups.count == 1 ? kOneGroup / groups.n : kStep);
+    for (uint32_t step = 0; step < steps.count; ++step) {
+      const uint32_t begin = steps.begin(step), blocks = steps.begin(step + 1) - begin;
+      // Group after group; in a group, block after block.
+      Activation* to = gathered;
+      for (uint32_t g = 0; g < groups.count; ++g)
+        for (uint32_t b = begin; b < begin + blocks; ++b)
+          for (uint32_t t = groups.begin(g); t < groups.begin(g + 1); ++t) gather<Quant>(x[row + t], w.cols, b, to++);
+
+      for (uint32_t tile = tile_begin; tile < tile_end; ++tile) {
+        const uint8_t* first = w.data + tile * tile_stride + size_t{begin} * Quant::kBlockBytes;
+        if (groups.count > 1) unpack_blocks<Quant>(first, tile_stride, blocks, unpacked);
+        for (uint32_t g = 0; g < groups.count; ++g) {
+          const uint32_t t = groups.begin(g);
+          with_constant<kTokens>(groups.begin(g + 1) - t, [&](auto tokens) {
+            Floats acc[1][decltype(tokens)::value];
+            load_sums(w, tile, step == 0, y + row + t, acc);
+            if (groups.count == 1) {
+              quant_blocks<Quant>(first, tile_stride, blocks, gathered, acc[0]);
+            } else {
+              quant_blocks<Unpacked<Quant>>(unpacked, 0, blocks, gathered + t * blocks, acc[0]);
+            }
+            store_sums(w, tile, acc, y + row + t);
+          });
+        }
+      }
     }
   }
 }
 
+// acc[i][t] += the products of `cols` columns of kTiles tiles with kTokens activation rows, x: [cols][kTokens].
 template <class Element, uint32_t kTiles, uint32_t kTokens>
-inline void float_tokens(const Matrix& w, uint32_t tile, const void* const* x, float* const* y) {
-  Floats acc[kTiles][kTokens];
-  float_tiles<Element, kTiles, kTokens>(w.data + size_t{tile} * w.cols * kTileRows * Element::kBytes, w.cols, x, acc);
-  for (uint32_t i = 0; i < kTiles; ++i) store_tile<kTokens>(w, tile + i, acc[i], y);
-}
-
-// kTokens activation rows times kTiles tiles, as many tiles at a time as the registers hold.
-template <class Element, uint32_t kTiles, uint32_t kTokens>
-inline void float_pass(const Matrix& w, uint32_t tile, const void* const* x, float* const* y) {
-  constexpr uint32_t kStep = min_u32(kTiles, kLiveSums / kTokens);
-  for (uint32_t i = 0; i < kTiles; i += kStep) float_tokens<Element, kStep, kTokens>(w, tile + i, x, y);
-}
-
-template <class Element, uint32_t kTiles>
-inline void float_step(const Matrix& w, uint32_t tile, const void* const* x, uint32_t n, float* const* y) {
-  uint32_t t = 0;
-  for (; t + 4 <= n; t += 4) float_pass<Element, kTiles, 4>(w, tile, x + t, y + t);
-  switch (n - t) {
-    case 3: return float_pass<Element, kTiles, 3>(w, tile, x + t, y + t);
-    case 2: return float_pass<Element, kTiles, 2>(w, tile, x + t, y + t);
-    case 1: return float_pass<Element, kTiles, 1>(w, tile, x + t, y + t);
+inline void float_columns(const uint8_t* column, size_t tile_stride, uint32_t cols, const float* x,
+                          Floats (&acc)[kTiles][kTokens]) {
+  constexpr uint32_t kColumnBytes = kTileRows * Element::kBytes;
+  for (uint32_t k = 0; k < cols; ++k, column += kColumnBytes, x += kTokens) {
+    Floats w[kTiles];
+    for (uint32_t i = 0; i < kTiles; ++i) {
+      prefetch_near(column + i * tile_stride + 2304);
+      w[i] = Element::load(column + i * tile_stride);
+    }
+    for (uint32_t t = 0; t < kTokens; ++t) {
+      const Floats x_k = set1(x[t]);
+      for (uint32_t i = 0; i < kTiles; ++i) acc[i][t] = fma(w[i], x_k, acc[i][t]);
+    }
   }
 }
 
 template <class Element>
 void float_matmul(const Matrix& w, const void* const* x, uint32_t n, float* const* y, uint32_t tile_begin,
                   uint32_t tile_end) {
-  uint32_t tile = tile_begin;
-  for (; tile + 4 <= tile_end; tile += 4) float_step<Element, 4>(w, tile, x, n, y);
-  for (; tile < tile_end; ++tile) float_step<Element, 1>(w, tile, x, n, y);
+  // At least two tiles beside each other where the registers allow: their sums hide each other's latency, and every
+  // activation is fetched for both.
+  constexpr uint32_t kTokens = kLiveSums >= 16 ? kLiveSums / 2 : kLiveSums;
+  constexpr uint32_t kStep = 128;  // columns that several groups share: 4 tiles of them are 16 KB as BF16
+  constexpr uint32_t kGathered = kGroups * kTokens * kStep;
+  alignas(64) float gathered[kGathered];
+  const size_t tile_stride = tile_bytes(w.type, w.cols);
+
+  const Division parts(n, kGroups * kTokens);
+  for (uint32_t part = 0; part < parts.count; ++part) {
+    const uint32_t row = parts.begin(part);
+    const Division groups(parts.begin(part + 1) - row, kTokens);
+    const Division steps(w.cols, groups.count == 1 ? kGathered / groups.n : kStep);
+    for (uint32_t step = 0; step < steps.count; ++step) {
+      const uint32_t begin = steps.begin(step), cols = steps.begin(step + 1) - begin;
+      for (uint32_t g = 0; g < groups.count; ++g) {
+        const uint32_t t_begin = groups.begin(g), tokens = groups.begin(g + 1) - t_begin;
+        for (uint32_t t = 0; t < tokens; ++t) {
+          const uint8_t* from = static_cast<const uint8_t*>(x[row + t_begin + t]) + 4 * size_t{begin};
+          float* to = gathered + t_begin * cols + t;
+          for (uint32_t k = 0; k < cols; ++k) to[k * tokens] = read<float>(from + 4 * size_t{k});
+        }
+      }
+
+      for (uint32_t tile = tile_begin; tile < tile_end; tile += 4) {
+        const uint32_t tiles = min_u32(4, tile_end - tile);
+        for (uint32_t g = 0; g < groups.count; ++g) {
+          const uint32_t t = groups.begin(g);
+          with_constant<kTokens>(groups.begin(g + 1) - t, [&](auto tokens) {
+            constexpr uint32_t kN = decltype(tokens)::value;
+            constexpr uint32_t kTiles = min_u32(4, kLiveSums / kN);
+            const auto run = [&](auto count, uint32_t i) {
+              Floats acc[decltype(count)::value][kN];
+              const uint8_t* column = w.data + (tile + i) * tile_stride + size_t{begin} * kTileRows * Element::kBytes;
+              load_sums(w, tile + i, step == 0, y + row + t, acc);
+              float_columns<Element>(column, tile_stride, cols, gathered + t * cols, acc);
+              store_sums(w, tile + i, acc, y + row + t);
+            };
+            uint32_t i = 0;
+            for (; i + kTiles <= tiles; i += kTiles) run(Constant<kTiles>(), i);
+            for (; i < tiles; ++i) run(Constant<1>(), i);
+          });
+        }
+      }
+    }
+  }
 }
 
 void matmul(const Matrix& w, const void* const* x, uint32_t n, float* const* y, uint32_t tile_begin,
@@ -434,170 +520,349 @@ void store_kv(const float* x, void* out, uint32_t n, DType kv_type) {
   }
 }
 
-constexpr uint32_t kKeyBlock = 32;
-
-// sum[h][j] += q[h, d..] * key[j, d..] for n <= 16 elements. A key is converted once for all heads.
-template <class Element, bool kWhole, uint32_t kHeads, uint32_t kKeys>
-inline void add_products(const float* q, uint32_t head_dim, const uint8_t* const* key, uint32_t d, uint32_t n,
-                         Floats (&sum)[kHeads][kKeys]) {
-  Floats q_d[kHeads];
-  for (uint32_t h = 0; h < kHeads; ++h) {
-    const float* p = q + size_t{h} * head_dim + d;
-    q_d[h] = kWhole ? load(p) : load_n(p, n);
-  }
-  for (uint32_t j = 0; j < kKeys; ++j) {
-    const uint8_t* p = key[j] + size_t{d} * Element::kBytes;
-    const Floats k_d = kWhole ? Element::load(p) : Element::load_n(p, n);
-    for (uint32_t h = 0; h < kHeads; ++h) sum[h][j] = fma(q_d[h], k_d, sum[h][j]);
+template <class Element>
+inline void store_key_typed(const float* x, uint32_t head_dim, uint32_t position, uint8_t* keys) {
+  constexpr uint32_t kStep = kTileRows * Element::kBytes;
+  uint8_t* to = keys + position / kTileRows * size_t{head_dim} * kStep + position % kTileRows * Element::kBytes;
+  for (uint32_t d = 0; d < head_dim; d += 16) {
+    const uint32_t n = min_u32(16, head_dim - d);
+    uint8_t stored[kStep];
+    Element::store_n(stored, load_n(x + d, n), n);
+    for (uint32_t i = 0; i < n; ++i, to += kStep) __builtin_memcpy(to, stored + i * Element::kBytes, Element::kBytes);
   }
 }
 
-// p[h][j] = scale * lane_sum(q[h] * key[j]) for kHeads heads and 16 / kHeads keys. p: rows of 32.
-template <class Element, uint32_t kHeads>
-inline void scores16(const float* q, uint32_t head_dim, const uint8_t* const* key, float scale, float* p) {
-  constexpr uint32_t kKeys = 16 / kHeads;
-  // More than 8 keys at once would meet in the same sets of the L1 cache.
-  constexpr uint32_t kGroup = min_u32(min_u32(kKeys, 8), kLiveSums / kHeads);
-  Floats sums[16];
-  for (uint32_t first = 0; first < kKeys; first += kGroup) {
-    Floats sum[kHeads][kGroup];
-    for (uint32_t h = 0; h < kHeads; ++h)
-      for (uint32_t j = 0; j < kGroup; ++j) sum[h][j] = set1(0.0f);
-    uint32_t d = 0;
-    for (; d + 16 <= head_dim; d += 16) add_products<Element, true>(q, head_dim, key + first, d, 16, sum);
-    if (d < head_dim) add_products<Element, false>(q, head_dim, key + first, d, head_dim - d, sum);
-    for (uint32_t h = 0; h < kHeads; ++h)
-      for (uint32_t j = 0; j < kGroup; ++j) sums[h * kKeys + first + j] = sum[h][j];
+void store_key(const float* x, uint32_t head_dim, uint32_t position, DType kv_type, void* keys) {
+  uint8_t* to = static_cast<uint8_t*>(keys);
+  if (kv_type == DType::kF16) {
+    store_key_typed<F16>(x, head_dim, position, to);
+  } else {
+    store_key_typed<F32>(x, head_dim, position, to);
   }
-  float scores[16];
-  store(scores, mul(set1(scale), sum_lanes16(sums)));
-  for (uint32_t h = 0; h < kHeads; ++h) __builtin_memcpy(p + h * kKeyBlock, scores + h * kKeys, kKeys * sizeof(float));
 }
 
-// acc[h][d..] += p[h][j] * v[j][d..], keys in turn, for kVectors * 16 elements, or n where kVectors is 0.
-template <class Element, uint32_t kHeads, uint32_t kVectors>
-inline void add_values(float* acc, uint32_t head_dim, const float* p, const uint8_t* v, size_t stride_bytes,
-                       uint32_t keys, uint32_t n) {
+// Attention works on tiles of up to kRowTile queries (rows of the pass times heads that share the kv head) and blocks
+// of kKeyBlock keys. Both products keep their sums in registers: of scores the lanes are keys, which is why keys lie in
+// tile layout; of outputs the lanes are elements of a value. A key or value is loaded once for all queries of a tile,
+// and where there are several tiles a block is converted to floats once for all of them and stays in the L1 cache.
+// No sum crosses lanes but the last one of l, so a query's result does not depend on the tile it is in.
+constexpr uint32_t kRowTile = min_u32(8, kLiveSums);
+
+constexpr uint32_t power_of_two_within(uint32_t n) { return n < 2 ? 1 : 2 * power_of_two_within(n / 2); }
+
+// p[r][16 i + lane] = scale * the products of query r with the keys of tile i. q: [kRows, head_dim]; p: rows of
+// kKeyBlock. The bytes `ahead` of those read are brought near where kStreams.
+template <class Element, bool kStreams, uint32_t kRows, uint32_t kTiles>
+inline void score_tiles(const float* q, uint32_t head_dim, const uint8_t* tile, ptrdiff_t ahead, float scale,
+                        float* p) {
+  constexpr uint32_t kStep = kTileRows * Element::kBytes;
+  const size_t tile_stride = size_t{head_dim} * kStep;
+  Floats sum[kRows][kTiles];
+  for (uint32_t r = 0; r < kRows; ++r)
+    for (uint32_t i = 0; i < kTiles; ++i) sum[r][i] = set1(0.0f);
+  const auto step = [&](uint32_t at_d) {
+    Floats k[kTiles];
+    for (uint32_t i = 0; i < kTiles; ++i) k[i] = Element::load(tile + i * tile_stride + at_d * kStep);
+    for (uint32_t r = 0; r < kRows; ++r) {
+      const Floats q_d = set1(q[size_t{r} * head_dim + at_d]);
+      for (uint32_t i = 0; i < kTiles; ++i) sum[r][i] = fma(q_d, k[i], sum[r][i]);
+    }
+  };
+  constexpr uint32_t kLine = 64 / kStep;  // elements of a key in a cache line
+  uint32_t d = 0;
+  for (; d + kLine <= head_dim; d += kLine, tile += kLine * kStep, q += kLine) {
+    if constexpr (kStreams) {
+      for (uint32_t i = 0; i < kTiles; ++i) {
+        prefetch_far(tile + i * tile_stride + ahead);
+        prefetch_near(tile + i * tile_stride + 1024);
+      }
+    }
+    for (uint32_t i = 0; i < kLine; ++i) step(i);
+  }
+  if (d < head_dim) step(0);
+  for (uint32_t r = 0; r < kRows; ++r)
+    for (uint32_t i = 0; i < kTiles; ++i) store(p + r * kKeyBlock + 16 * i, mul(set1(scale), sum[r][i]));
+}
+
+// acc[r][0..] += p[r][j] * v[j][0..] for keys j < keys in turn: kVectors * 16 elements, or n where kVectors is 0.
+template <class Element, bool kStreams, uint32_t kRows, uint32_t kVectors>
+inline void add_values(float* acc, uint32_t head_dim, const float* p, const uint8_t* v, uint32_t keys, ptrdiff_t ahead,
+                       uint32_t n) {
   constexpr uint32_t kSums = kVectors == 0 ? 1 : kVectors;
-  Floats a[kHeads][kSums];
-  for (uint32_t h = 0; h < kHeads; ++h)
+  const size_t stride = size_t{head_dim} * Element::kBytes;
+  Floats a[kRows][kSums];
+  for (uint32_t r = 0; r < kRows; ++r)
     for (uint32_t i = 0; i < kSums; ++i) {
-      const float* from = acc + size_t{h} * head_dim + 16 * i;
-      a[h][i] = kVectors == 0 ? load_n(from, n) : load(from);
+      const float* from = acc + size_t{r} * head_dim + 16 * i;
+      a[r][i] = kVectors == 0 ? load_n(from, n) : load(from);
     }
-  for (uint32_t j = 0; j < keys; ++j, v += stride_bytes) {
+  for (uint32_t j = 0; j < keys; ++j, v += stride) {
+    Floats v_j[kSums];
     for (uint32_t i = 0; i < kSums; ++i) {
-      const Floats v_i = kVectors == 0 ? Element::load_n(v, n) : Element::load(v + 16 * i * Element::kBytes);
-      for (uint32_t h = 0; h < kHeads; ++h) a[h][i] = fma(set1(p[h * kKeyBlock + j]), v_i, a[h][i]);
+      const uint8_t* at = v + 16 * i * Element::kBytes;
+      if (kStreams && 16 * i * Element::kBytes % 64 == 0) {
+        prefetch_far(at + ahead);
+        prefetch_near(at + 4 * stride);
+      }
+      v_j[i] = kVectors == 0 ? Element::load_n(at, n) : Element::load(at);
+    }
+    for (uint32_t r = 0; r < kRows; ++r) {
+      const Floats p_j = set1(p[size_t{r} * kKeyBlock + j]);
+      for (uint32_t i = 0; i < kSums; ++i) a[r][i] = fma(p_j, v_j[i], a[r][i]);
     }
   }
-  for (uint32_t h = 0; h < kHeads; ++h)
+  for (uint32_t r = 0; r < kRows; ++r)
     for (uint32_t i = 0; i < kSums; ++i) {
-      float* to = acc + size_t{h} * head_dim + 16 * i;
+      float* to = acc + size_t{r} * head_dim + 16 * i;
       if constexpr (kVectors == 0) {
-        store_n(to, a[h][i], n);
+        store_n(to, a[r][i], n);
       } else {
-        store(to, a[h][i]);
+        store(to, a[r][i]);
       }
     }
 }
 
-// The state of one row's attention, in the caller's scratch: accumulators [num_q, head_dim], then for each head the
-// running maximum, the running sum and the block's 32 scores.
-template <class Element>
+// Keys of a block, as offsets from its first.
+struct KeyRange {
+  uint32_t begin, end;
+  bool empty() const { return begin >= end; }
+};
+
+// One block of keys and values: its first position, its data, and how far on the next block's lie.
+struct KeysBlock {
+  uint32_t position;
+  const uint8_t* keys;
+  const uint8_t* values;
+  ptrdiff_t keys_ahead, values_ahead;
+};
+
+// The state of one call, in the caller's scratch.
 struct Attention {
-  const float* q;
-  uint32_t num_q, head_dim;
-  float* acc;
-  float* running_max;
-  float* running_sum;
-  float* p;
+  const KeysAndValues& kv;
+  const uint32_t num_q, position;
+  float *block_keys, *block_values;  // [kKeyBlock * head_dim] each
+  float* p;                          // [queries, kKeyBlock]
+  float* sums;                       // [queries, 16]
+  float* q;                          // [queries, head_dim]
+  float* acc;                        // [queries, head_dim]
+  float* running_max;                // [queries]
 
-  template <uint32_t kHeads>
-  void scores(uint32_t h, const uint8_t* const* key, uint32_t keys, float scale) {
-    for (uint32_t j = 0; j < keys; j += 16 / kHeads)
-      scores16<Element, kHeads>(q + size_t{h} * head_dim, head_dim, key + j, scale, p + h * kKeyBlock + j);
+  uint32_t first_key(uint32_t at) const { return kv.window == 0 || at < kv.window ? 0 : at - kv.window + 1; }
+
+  // What queries [i, i + kRows) see of a block. Returns whether that is all of it for all of them.
+  template <uint32_t kRows>
+  bool see(uint32_t i, uint32_t block, KeyRange (&keys)[kRows]) const {
+    uint32_t last = position + i / num_q, head = i % num_q;
+    bool all = true;
+    for (uint32_t r = 0; r < kRows; ++r) {
+      const uint32_t first = first_key(last);
+      keys[r] = {first > block ? min_u32(first - block, kKeyBlock) : 0,
+                 last < block ? 0 : min_u32(last - block + 1, kKeyBlock)};
+      all = all && keys[r].begin == 0 && keys[r].end == kKeyBlock;
+      if (++head == num_q) head = 0, ++last;
+    }
+    return all;
   }
 
-  // Scores to weights p = exp(s - max), the earlier blocks' results brought to the new maximum.
-  void softmax(uint32_t h, uint32_t keys) {
-    float* p_h = p + h * kKeyBlock;
-    for (uint32_t j = keys; j < kKeyBlock; ++j) p_h[j] = -kInfinity;
-    const float block_max = max_lanes(max(load(p_h), load(p_h + 16)));
-    const float new_max = running_max[h] > block_max ? running_max[h] : block_max;
-    for (uint32_t j = 0; j < kKeyBlock; j += 16) store(p_h + j, exp_lanes(sub(load(p_h + j), set1(new_max))));
-    const float c = exp_one(running_max[h] - new_max);
-    float sum = 0.0f;
-    for (uint32_t j = 0; j < keys; ++j) sum += p_h[j];
-    running_sum[h] = __builtin_fmaf(running_sum[h], c, sum);
-    running_max[h] = new_max;
-    float* acc_h = acc + size_t{h} * head_dim;
-    for (uint32_t d = 0; d < head_dim; ++d) acc_h[d] = acc_h[d] * c;
+  // Scores of queries [i, i + kRows), whole tiles of keys at a time; -infinity for keys that a query does not see.
+  template <class Element, bool kStreams, uint32_t kRows>
+  void score(uint32_t i, const KeysBlock& block) const {
+    constexpr uint32_t kTiles = power_of_two_within(min_u32(kKeyBlock / kTileRows, kLiveSums / kRows));
+    const size_t tile_bytes = size_t{kv.head_dim} * kTileRows * Element::kBytes;
+    const float* q_i = q + size_t{i} * kv.head_dim;
+    float* p_i = p + size_t{i} * kKeyBlock;
+    KeyRange keys[kRows], any = {0, kKeyBlock};
+    const bool sees_all = see<kRows>(i, block.position, keys);
+    if (!sees_all) {
+      any = {kKeyBlock, 0};
+      for (const KeyRange& k : keys) {
+        if (k.empty()) continue;
+        any = {min_u32(any.begin, k.begin), any.end > k.end ? any.end : k.end};
+      }
+    }
+    if (any.empty()) return;
+    uint32_t tile = any.begin / kTileRows;
+    const uint32_t tile_end = (any.end + kTileRows - 1) / kTileRows;
+    for (; tile + kTiles <= tile_end; tile += kTiles)
+      score_tiles<Element, kStreams, kRows, kTiles>(q_i, kv.head_dim, block.keys + tile * tile_bytes, block.keys_ahead,
+                                                    kv.scale, p_i + tile * kTileRows);
+    for (; tile < tile_end; ++tile)
+      score_tiles<Element, kStreams, kRows, 1>(q_i, kv.head_dim, block.keys + tile * tile_bytes, block.keys_ahead,
+                                               kv.scale, p_i + tile * kTileRows);
+    if (sees_all) return;
+    for (uint32_t r = 0; r < kRows; ++r) set_unseen(p_i + r * kKeyBlock, keys[r], -kInfinity);
   }
 
-  template <uint32_t kHeads>
-  void values(uint32_t h, const uint8_t* v, size_t stride_bytes, uint32_t keys) {
-    constexpr uint32_t kVectors = min_u32(8, kLiveSums / kHeads);
-    float* acc_h = acc + size_t{h} * head_dim;
-    const float* p_h = p + h * kKeyBlock;
+  // Scores to weights exp(s - max), and what earlier blocks gave brought to the new maximum.
+  template <uint32_t kRows>
+  void softmax(uint32_t i, const KeyRange (&keys)[kRows]) const {
+    float change[16] = {};
+    for (uint32_t r = 0; r < kRows; ++r) {
+      if (keys[r].empty()) continue;
+      const float* p_r = p + size_t{i + r} * kKeyBlock;
+      const float block_max = max_lanes(max(max(load(p_r), load(p_r + 16)), max(load(p_r + 32), load(p_r + 48))));
+      const float before = running_max[i + r];
+      running_max[i + r] = before > block_max ? before : block_max;
+      // Nothing to change yet where there was no earlier block.
+      change[r] = before == -kInfinity ? 0.0f : before - running_max[i + r];
+    }
+    store(change, exp_lanes(load(change)));
+    for (uint32_t r = 0; r < kRows; ++r) {
+      if (keys[r].empty()) continue;
+      float* p_r = p + size_t{i + r} * kKeyBlock;
+      const Floats m = set1(running_max[i + r]);
+      // exp(-infinity) would be 0 too, but takes a hundred cycles to underflow.
+      set_unseen(p_r, keys[r], running_max[i + r]);
+      for (uint32_t j = 0; j < kKeyBlock; j += 16) store(p_r + j, exp_lanes(sub(load(p_r + j), m)));
+      set_unseen(p_r, keys[r], 0.0f);
+      const Floats sum = add(add(load(p_r), load(p_r + 16)), add(load(p_r + 32), load(p_r + 48)));
+      float* l = sums + size_t{i + r} * 16;
+      const Floats c = set1(change[r]);
+      store(l, fma(load(l), c, sum));
+      if (change[r] == 1.0f) continue;
+      float* acc_r = acc + size_t{i + r} * kv.head_dim;
+      uint32_t d = 0;
+      for (; d + 16 <= kv.head_dim; d += 16) store(acc_r + d, mul(load(acc_r + d), c));
+      if (d < kv.head_dim) store_n(acc_r + d, mul(load_n(acc_r + d, kv.head_dim - d), c), kv.head_dim - d);
+    }
+  }
+
+  // Scores of one query for keys that it does not see.
+  static void set_unseen(float* p_r, KeyRange keys, float value) {
+    for (uint32_t j = 0; j < keys.begin; ++j) p_r[j] = value;
+    for (uint32_t j = keys.end; j < kKeyBlock; ++j) p_r[j] = value;
+  }
+
+  template <class Element, bool kStreams, uint32_t kRows>
+  void add_range(uint32_t i, const KeysBlock& block, KeyRange keys) const {
+    if (keys.empty()) return;
+    constexpr uint32_t kVectors = power_of_two_within(min_u32(8, kLiveSums / kRows));
+    const uint32_t n = keys.end - keys.begin;
+    const float* p_i = p + size_t{i} * kKeyBlock + keys.begin;
+    float* a = acc + size_t{i} * kv.head_dim;
+    const uint8_t* v = block.values + size_t{keys.begin} * kv.head_dim * Element::kBytes;
+    const ptrdiff_t ahead = block.values_ahead;
     uint32_t d = 0;
-    for (; d + 16 * kVectors <= head_dim; d += 16 * kVectors)
-      add_values<Element, kHeads, kVectors>(acc_h + d, head_dim, p_h, v + d * Element::kBytes, stride_bytes, keys, 0);
-    for (; d < head_dim; d += 16)
-      add_values<Element, kHeads, 0>(acc_h + d, head_dim, p_h, v + d * Element::kBytes, stride_bytes, keys,
-                                     min_u32(16, head_dim - d));
+    for (; d + 16 * kVectors <= kv.head_dim; d += 16 * kVectors)
+      add_values<Element, kStreams, kRows, kVectors>(a + d, kv.head_dim, p_i, v + d * Element::kBytes, n, ahead, 0);
+    for (; d + 16 <= kv.head_dim; d += 16)
+      add_values<Element, kStreams, kRows, 1>(a + d, kv.head_dim, p_i, v + d * Element::kBytes, n, ahead, 0);
+    if (d < kv.head_dim)
+      add_values<Element, kStreams, kRows, 0>(a + d, kv.head_dim, p_i, v + d * Element::kBytes, n, ahead,
+                                              kv.head_dim - d);
+  }
+
+  // Keys that all queries of the tile see are taken together, those before and after them one query at a time: adding
+  // 0 * v for a key that a query does not see could change its bits.
+  template <class Element, bool kStreams, uint32_t kRows>
+  void softmax_and_values(uint32_t i, const KeysBlock& block) const {
+    KeyRange keys[kRows];
+    KeyRange common = {0, kKeyBlock};
+    const bool sees_all = see<kRows>(i, block.position, keys);
+    for (uint32_t r = 0; r < kRows; ++r) {
+      common = {common.begin > keys[r].begin ? common.begin : keys[r].begin, min_u32(common.end, keys[r].end)};
+    }
+    softmax<kRows>(i, keys);
+    if (sees_all) return add_range<Element, kStreams, kRows>(i, block, common);
+    if (common.empty()) {
+      for (uint32_t r = 0; r < kRows; ++r) add_range<Element, kStreams, 1>(i + r, block, keys[r]);
+      return;
+    }
+    for (uint32_t r = 0; r < kRows; ++r) add_range<Element, kStreams, 1>(i + r, block, {keys[r].begin, common.begin});
+    add_range<Element, kStreams, kRows>(i, block, common);
+    for (uint32_t r = 0; r < kRows; ++r) add_range<Element, kStreams, 1>(i + r, block, {common.end, keys[r].end});
+  }
+
+  template <class Element, bool kStreams, uint32_t kRows>
+  void tile(uint32_t i, uint32_t rows, const KeysBlock& block, bool scores) const {
+    if (rows == kRows) {
+      if (scores) {
+        score<Element, kStreams, kRows>(i, block);
+      } else {
+        softmax_and_values<Element, kStreams, kRows>(i, block);
+      }
+    } else if constexpr (kRows > 1) {
+      tile<Element, kStreams, kRows - 1>(i, rows, block, scores);
+    }
+  }
+
+  // All queries with one block: first with its keys, then with its values.
+  template <class Element, bool kStreams>
+  void add_block(uint32_t queries, uint32_t tiles, const KeysBlock& block) const {
+    for (uint32_t step = 0; step < 2; ++step) {
+      for (uint32_t t = 0; t < tiles; ++t) {
+        const uint32_t i = queries * t / tiles, end = queries * (t + 1) / tiles;
+        tile<Element, kStreams, kRowTile>(i, end - i, block, step == 0);
+      }
+    }
   }
 };
 
-// Brings the next block's rows near while this one is worked on: left alone, attention waits for memory.
-inline void prefetch_rows(const uint8_t* first_row, size_t stride_bytes, uint32_t rows, uint32_t row_bytes) {
-  for (uint32_t j = 0; j < rows; ++j)
-    for (uint32_t i = 0; i < row_bytes; i += 64) prefetch_far(first_row + j * stride_bytes + i);
+// n stored values as floats; the bytes `ahead` of those read are brought near.
+template <class Element>
+inline void widen(const uint8_t* from, float* to, size_t n, ptrdiff_t ahead) {
+  size_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    prefetch_far(from + i * Element::kBytes + ahead);
+    store(to + i, Element::load(from + i * Element::kBytes));
+    store(to + i + 16, Element::load(from + (i + 16) * Element::kBytes));
+  }
+  for (; i + 16 <= n; i += 16) store(to + i, Element::load(from + i * Element::kBytes));
+  const uint32_t rest = static_cast<uint32_t>(n - i);
+  if (rest > 0) store_n(to + i, Element::load_n(from + i * Element::kBytes, rest), rest);
 }
 
 template <class Element>
-void attend_typed(const float* q, uint32_t num_q, uint32_t head_dim, const uint8_t* k, const uint8_t* v,
-                  size_t stride_bytes, uint32_t first, uint32_t last, float scale, float* out, float* scratch) {
-  Attention<Element> a = {q, num_q, head_dim, scratch, nullptr, nullptr, nullptr};
-  a.running_max = a.acc + size_t{num_q} * head_dim;
-  a.running_sum = a.running_max + num_q;
-  a.p = a.running_sum + num_q;
-  for (size_t i = 0; i < size_t{num_q} * head_dim; ++i) a.acc[i] = 0.0f;
-  for (uint32_t h = 0; h < num_q; ++h) a.running_max[h] = -kInfinity, a.running_sum[h] = 0.0f;
+void attend_typed(const KeysAndValues& kv, const float* const* q, uint32_t num_q, uint32_t n, uint32_t position,
+                  float* const* out, float* scratch) {
+  const uint32_t queries = n * num_q, tiles = (queries + kRowTile - 1) / kRowTile, head_dim = kv.head_dim;
+  const size_t width = head_dim;
+  Attention a = {kv,      num_q,   position, scratch, scratch + kKeyBlock * width,
+                 nullptr, nullptr, nullptr,  nullptr, nullptr};
+  a.p = a.block_values + kKeyBlock * width;
+  a.sums = a.p + size_t{kKeyBlock} * queries;
+  a.q = a.sums + size_t{16} * queries;
+  a.acc = a.q + width * queries;
+  a.running_max = a.acc + width * queries;
+  for (uint32_t i = 0; i < 16 * queries; ++i) a.sums[i] = 0.0f;
+  for (size_t i = 0; i < width * queries; ++i) a.acc[i] = 0.0f;
+  for (uint32_t i = 0; i < queries; ++i) a.running_max[i] = -kInfinity;
+  // Queries side by side: where they lie in the pass, a power of two apart, they would meet in the L1 cache.
+  for (uint32_t i = 0; i < n; ++i) __builtin_memcpy(a.q + i * num_q * width, q[i], num_q * width * sizeof(float));
 
-  for (uint32_t block = first / kKeyBlock; block <= last / kKeyBlock; ++block) {
-    const uint32_t block_begin = block * kKeyBlock;
-    const uint32_t begin = block_begin < first ? first : block_begin;
-    const uint32_t keys = min_u32(last - begin, block_begin + kKeyBlock - 1 - begin) + 1;
-    const uint32_t next_keys = min_u32(kKeyBlock, last - (begin + keys - 1));
-    const uint8_t* k_begin = k + begin * stride_bytes;
-    const uint8_t* v_begin = v + begin * stride_bytes;
-    const uint8_t* key[kKeyBlock];
-    for (uint32_t j = 0; j < kKeyBlock; ++j) {
-      key[j] = k_begin + (j < keys ? j : 0) * stride_bytes;  // a present key stands in for an absent one
+  const uint8_t* keys = static_cast<const uint8_t*>(kv.keys);
+  const uint8_t* values = static_cast<const uint8_t*>(kv.values);
+  const uint32_t first = a.first_key(position), last = position + n - 1;
+  const size_t row_bytes = width * Element::kBytes;
+  for (uint32_t at = first / kKeyBlock * kKeyBlock; at <= last; at += kKeyBlock) {
+    const uint32_t begin = at < first ? first : at, end = min_u32(at + kKeyBlock, last + 1);
+    const ptrdiff_t ahead = end > last ? 0 : static_cast<ptrdiff_t>(kKeyBlock * row_bytes);
+    if (tiles > 1 && Element::kBytes != F32::kBytes) {
+      const uint32_t key_begin = begin / kTileRows * kTileRows, key_end = (end + kTileRows - 1) / kTileRows * kTileRows;
+      widen<Element>(keys + key_begin * row_bytes, a.block_keys + (key_begin - at) * width,
+                     (key_end - key_begin) * width, ahead);
+      widen<Element>(values + begin * row_bytes, a.block_values + (begin - at) * width, (end - begin) * width, ahead);
+      const KeysBlock block = {at, reinterpret_cast<const uint8_t*>(a.block_keys),
+                               reinterpret_cast<const uint8_t*>(a.block_values), 0, 0};
+      a.add_block<F32, false>(queries, tiles, block);
+    } else {
+      a.add_block<Element, true>(queries, tiles, {at, keys + at * row_bytes, values + at * row_bytes, ahead, ahead});
     }
-
-    prefetch_rows(k_begin + keys * stride_bytes, stride_bytes, next_keys, head_dim * Element::kBytes);
-    uint32_t h = 0;
-    for (; h + 4 <= num_q; h += 4) a.template scores<4>(h, key, keys, scale);
-    for (; h < num_q; ++h) a.template scores<1>(h, key, keys, scale);
-    for (h = 0; h < num_q; ++h) a.softmax(h, keys);
-    prefetch_rows(v_begin + keys * stride_bytes, stride_bytes, next_keys, head_dim * Element::kBytes);
-    for (h = 0; h + 4 <= num_q; h += 4) a.template values<4>(h, v_begin, stride_bytes, keys);
-    for (; h < num_q; ++h) a.template values<1>(h, v_begin, stride_bytes, keys);
   }
-  for (uint32_t h = 0; h < num_q; ++h)
-    for (uint32_t d = 0; d < head_dim; ++d) out[h * head_dim + d] = a.acc[h * head_dim + d] / a.running_sum[h];
+
+  for (uint32_t i = 0; i < queries; ++i) {
+    const float l = sum_lanes(load(a.sums + size_t{16} * i));
+    float* to = out[i / num_q] + i % num_q * width;
+    for (uint32_t d = 0; d < head_dim; ++d) to[d] = a.acc[i * width + d] / l;
+  }
 }
 
-void attend(const float* q, uint32_t num_q, uint32_t head_dim, const void* k, const void* v, DType kv_type,
-            size_t stride_elems, uint32_t first, uint32_t last, float scale, float* out, float* scratch) {
-  const uint8_t* keys = static_cast<const uint8_t*>(k);
-  const uint8_t* values = static_cast<const uint8_t*>(v);
-  if (kv_type == DType::kF16) {
-    attend_typed<F16>(q, num_q, head_dim, keys, values, stride_elems * F16::kBytes, first, last, scale, out, scratch);
+void attend(const KeysAndValues& kv, const float* const* q, uint32_t num_q, uint32_t n, uint32_t position,
+            float* const* out, float* scratch) {
+  if (kv.type == DType::kF16) {
+    attend_typed<F16>(kv, q, num_q, n, position, out, scratch);
   } else {
-    attend_typed<F32>(q, num_q, head_dim, keys, values, stride_elems * F32::kBytes, first, last, scale, out, scratch);
+    attend_typed<F32>(kv, q, num_q, n, position, out, scratch);
   }
 }
 
@@ -659,6 +924,7 @@ constexpr Kernels make_table(const char* isa) {
       .rope_angles = rope_angles,
       .rope = rope,
       .store_kv = store_kv,
+      .store_key = store_key,
       .attend = attend,
       .route = route,
   };

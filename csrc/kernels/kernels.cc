@@ -1,5 +1,9 @@
 #include "kernels/kernels.h"
 
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
 #include <cstdlib>
 #include <string>
 #include <string_view>
@@ -20,6 +24,8 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
 }
+#elif defined(__aarch64__)
+bool has_dot_product() { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
 #endif
 
 const Kernels& choose() {
@@ -53,6 +59,8 @@ std::vector<const Kernels*> available_kernels() {
 #if defined(__x86_64__)
   if (has_avx512()) found.push_back(&kAvx512Kernels);
   if (has_avx2()) found.push_back(&kAvx2Kernels);
+#elif defined(__aarch64__)
+  if (has_dot_product()) found.push_back(&kNeonKernels);
 #endif
   found.push_back(&kPortableKernels);
   return found;

@@ -26,6 +26,25 @@ struct Matrix {
 enum class RopeStyle : uint32_t { kNeox = 0, kNorm = 1 };  // pairs (i, i + rotary/2) / (2i, 2i+1)
 enum class Scoring : uint32_t { kSoftmax = 0 };
 
+// What attention with one kv head reads. A row at position p sees keys [max(0, p - window + 1), p], all where window is
+// 0.
+struct KeysAndValues {
+  uint32_t head_dim = 0;
+  DType type = DType::kF16;      // or F32
+  const void* keys = nullptr;    // as store_key wrote them: tile layout, rows are positions
+  const void* values = nullptr;  // [positions, head_dim]
+  uint32_t window = 0;
+  float scale = 1.0f;
+};
+
+constexpr uint32_t kKeyBlock = 64;
+
+constexpr size_t attend_scratch_floats(size_t n, size_t num_q, size_t head_dim) {
+  // A block of keys and of values as floats; for each row and head: scores, 16 lanes of sums, query, accumulator,
+  // maximum.
+  return 2 * kKeyBlock * head_dim + n * num_q * (kKeyBlock + 16 + 2 * head_dim + 1);
+}
+
 struct Kernels {
   const char* isa;
 
@@ -54,17 +73,20 @@ struct Kernels {
   // x0' = fma(x0, cos, -(x1 * sin)); x1' = fma(x1, cos, x0 * sin).
   void (*rope)(float* x, const float* angles, uint32_t num_heads, uint32_t head_dim, uint32_t rotary, RopeStyle style);
 
-  // kv_type F16 (round to nearest even) or F32. n floats to n stored values, and back.
+  // kv_type F16 (round to nearest even) or F32. n floats to n stored values: a row of values.
   void (*store_kv)(const float* x, void* out, uint32_t n, DType kv_type);
+  // One position's key, x: [head_dim], into the keys of its head: a matrix in tile layout whose rows are positions.
+  void (*store_key)(const float* x, uint32_t head_dim, uint32_t position, DType kv_type, void* keys);
 
-  // Attention of `num_q` query heads that share one kv head, for one row. q: [num_q, head_dim]; k, v: stored values,
-  // position p at k + p * stride_elems; out: [num_q, head_dim]. Keys [first, last] (inclusive) are visible.
-  // Keys are taken in blocks of 32 anchored at absolute positions; online softmax from block to block:
-  // s = scale * lane_sum(q*k as fma); m' = max(m, block max); c = exp(m - m'); l = fma(l, c, sum of p in ascending
-  // order); acc[d] = acc[d] * c, then fma(p, v[d], acc[d]) in ascending key order; out = acc / l. scratch: num_q *
-  // (head_dim + 34) floats, caller-owned.
-  void (*attend)(const float* q, uint32_t num_q, uint32_t head_dim, const void* k, const void* v, DType kv_type,
-                 size_t stride_elems, uint32_t first, uint32_t last, float scale, float* out, float* scratch);
+  // Attention of n rows of one sequence at positions [position, position + n) with one kv head. q[r], out[r]:
+  // [num_q, head_dim]. A row's keys are taken in blocks of 64 anchored at absolute positions; within a block
+  // s = scale * (acc = fma(q[d], k[d], acc), d ascending, acc from 0); m' = max(m, block max); c = exp(m - m');
+  // p = exp(s - m'), 0 for keys that the row does not see; in 16 lanes l = fma(l, c, (p0 + p1) + (p2 + p3)) over the
+  // block's four vectors; acc[d] = acc[d] * c, then fma(p, v[d], acc[d]) for the keys it sees, ascending. In the end
+  // out = acc / lane tree of l. scratch: attend_scratch_floats(n, num_q, head_dim), the caller's; 64-byte alignment
+  // makes it faster.
+  void (*attend)(const KeysAndValues& kv, const float* const* q, uint32_t num_q, uint32_t n, uint32_t position,
+                 float* const* out, float* scratch);
 
   // Routing of one row. logits: [num_experts]. The top_k largest logits (ties: lowest id first) are chosen, then
   // written in ascending expert id. softmax: p = exp(l - max) / sum over all experts (ascending order);
@@ -74,8 +96,8 @@ struct Kernels {
                 float scaling, int32_t* ids, float* weights);
 };
 
-// The table that HEADRACE_ISA ("portable", "avx2" or "avx512") names, else the best this processor has. An unknown
-// name or one that the processor lacks throws Error that lists what is available. Read once.
+// The table that HEADRACE_ISA ("portable", "avx2", "avx512" or "neon") names, else the best this processor has. An
+// unknown name or one that the processor lacks throws Error that lists what is available. Read once.
 const Kernels& kernels();
 // A named table, or nullptr if this processor lacks it. For tests.
 const Kernels* kernels_for(const char* isa);
@@ -94,7 +116,7 @@ void unpack_row(const Matrix& w, uint32_t row, uint8_t* dst);
 // One file row to floats, exactly as gguf-py dequantizes it.
 void dequantize_row(DType type, const uint8_t* src, uint32_t cols, float* out);
 
-// CRC-32C (Castagnoli) of n bytes, continuing from `crc` (0 to start). Same value with and without SSE4.2.
+// CRC-32C (Castagnoli) of n bytes, continuing from `crc` (0 to start), by the processor's instruction if it has one.
 uint32_t crc32c(uint32_t crc, const void* data, size_t n);
 uint32_t crc32c_by_table(uint32_t crc, const void* data, size_t n);  // its twin, for tests
 

@@ -27,7 +27,7 @@ struct Bytes {
   __m512i v;
 };
 
-constexpr uint32_t kLiveSums = 16;
+constexpr uint32_t kLiveSums = 28;
 
 inline __mmask16 first_lanes(uint32_t n) { return static_cast<__mmask16>((1u << n) - 1); }
 
@@ -108,6 +108,7 @@ inline void store_int8(int8_t* p, Ints a) {
 // ---- Bytes: sixteen groups of four
 
 inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_bytes(uint8_t* p, Bytes a) { _mm512_storeu_si512(p, a.v); }
 inline Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 inline Bytes high_nibbles(Bytes a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
 inline Bytes flip_sign(Bytes a) { return {_mm512_xor_si512(a.v, _mm512_set1_epi8(-128))}; }

@@ -141,6 +141,7 @@ inline Bytes load_bytes(const uint8_t* p) {
   std::memcpy(r.v, p, sizeof r.v);
   return r;
 }
+inline void store_bytes(uint8_t* p, const Bytes& a) { std::memcpy(p, a.v, sizeof a.v); }
 inline Bytes low_nibbles(Bytes a) {
   for (uint8_t& v : a.v) v &= 15;
   return a;

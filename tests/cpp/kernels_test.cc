@@ -282,6 +282,18 @@ TEST("quantize: a NaN or an infinity stays visible, tiny blocks become zeros") {
   }
 }
 
+TEST("quantize: halves go to the even neighbour") {
+  for (const Kernels* k : available_kernels()) {
+    std::vector<float> x(kQuantBlock, 127.0f);  // so that d is 1
+    for (uint32_t i = 1; i < kQuantBlock; ++i) x[i] = static_cast<float>(i) - 16.5f;
+    std::vector<uint8_t> row(q8_row_bytes(kQuantBlock));
+    k->quantize(x.data(), kQuantBlock, 0, 1, row.data());
+    for (uint32_t i = 0; i < kQuantBlock; ++i) {
+      CHECK_EQ(int{static_cast<int8_t>(row[i])}, static_cast<int>(std::nearbyint(x[i])));
+    }
+  }
+}
+
 TEST("rms_norm: same bits, groups, in place") {
   for (const Kernels* k : others()) {
     for (uint32_t group : {1u, 7u, 16u, 31u, 128u, 200u}) {
@@ -379,34 +391,111 @@ TEST("store_kv: same bytes over every kind of float") {
   }
 }
 
+// One kv head's keys and values for `positions` positions, of which the last ends each allocation.
+struct Stored {
+  std::vector<uint8_t> keys, values;
+  Stored(uint32_t positions, uint32_t head_dim, DType type)
+      : keys(matrix_bytes(type, positions, head_dim)), values(row_bytes(type, positions * head_dim)) {
+    for (uint32_t p = 0; p < positions; ++p)
+      portable.store_key(normals(head_dim).data(), head_dim, p, type, keys.data());
+    portable.store_kv(normals(positions * head_dim).data(), values.data(), positions * head_dim, type);
+  }
+};
+
+// Rows [position, position + n) of q, which holds one row for each position from 0.
+std::vector<float> attend(const Kernels& k, const KeysAndValues& kv, const std::vector<float>& q, uint32_t num_q,
+                          uint32_t position, uint32_t n) {
+  const size_t width = size_t{num_q} * kv.head_dim;
+  std::vector<float> out(n * width), scratch(attend_scratch_floats(n, num_q, kv.head_dim), kNan);
+  std::vector<const float*> q_rows;
+  std::vector<float*> out_rows;
+  for (uint32_t i = 0; i < n; ++i) {
+    q_rows.push_back(q.data() + (position + i) * width);
+    out_rows.push_back(out.data() + i * width);
+  }
+  k.attend(kv, q_rows.data(), num_q, n, position, out_rows.data(), scratch.data());
+  return out;
+}
+
+TEST("store_key: same bytes, and each element where the tile layout has it") {
+  std::vector<const Kernels*> tables = others();
+  tables.push_back(&portable);
+  for (const Kernels* k : tables) {
+    for (DType type : {DType::kF16, DType::kF32}) {
+      for (uint32_t head_dim : {1u, 15u, 16u, 33u, 128u}) {
+        const uint32_t positions = 40;
+        const size_t row = row_bytes(type, head_dim);
+        std::vector<uint8_t> rows(positions * row), keys(matrix_bytes(type, positions, head_dim)), want(keys.size());
+        for (uint32_t p = 0; p < positions; ++p) {
+          const std::vector<float> x = specials(head_dim);
+          portable.store_kv(x.data(), rows.data() + p * row, head_dim, type);
+          k->store_key(x.data(), head_dim, p, type, keys.data());
+        }
+        pack_rows(type, positions, head_dim, 0, positions, rows.data(), want.data());
+        CHECK(keys == want);
+      }
+    }
+  }
+}
+
 TEST("attend: same bits over head sizes, windows and shared heads") {
   for (const Kernels* k : others()) {
     for (DType type : {DType::kF16, DType::kF32}) {
       for (uint32_t head_dim : {1u, 8u, 16u, 33u, 128u, 200u}) {
-        const uint32_t positions = 100;
-        const size_t stride = head_dim + 5, element = row_bytes(type, 1);
-        const std::vector<float> values = normals(positions * stride);
-        std::vector<uint8_t> keys(values.size() * element), vals(keys.size());
-        portable.store_kv(values.data(), keys.data(), static_cast<uint32_t>(values.size()), type);
-        portable.store_kv(normals(values.size()).data(), vals.data(), static_cast<uint32_t>(values.size()), type);
-        // The last visible position ends the allocation: reading on would be seen by the address sanitizer.
-        keys.resize(((positions - 1) * stride + head_dim) * element);
-        vals.resize(keys.size());
-        for (uint32_t num_q : {1u, 3u, 6u}) {
-          const std::vector<float> q = normals(num_q * head_dim);
-          for (auto [first, last] : {std::pair{0u, 0u}, {0u, 31u}, {0u, 32u}, {17u, 99u}, {31u, 33u}, {64u, 95u}}) {
-            std::vector<float> want(num_q * head_dim), got(num_q * head_dim), scratch(num_q * (head_dim + 34));
-            portable.attend(q.data(), num_q, head_dim, keys.data(), vals.data(), type, stride, first, last, 0.3f,
-                            want.data(), scratch.data());
-            k->attend(q.data(), num_q, head_dim, keys.data(), vals.data(), type, stride, first, last, 0.3f, got.data(),
-                      scratch.data());
-            CHECK(same_bits(got, want));
-            // A head's result does not depend on which heads are beside it.
-            std::vector<float> alone(head_dim);
-            k->attend(q.data() + (num_q - 1) * head_dim, 1, head_dim, keys.data(), vals.data(), type, stride, first,
-                      last, 0.3f, alone.data(), scratch.data());
-            CHECK(same_bits(alone, {want.end() - head_dim, want.end()}));
+        const uint32_t positions = 150;
+        const Stored stored(positions, head_dim, type);
+        for (uint32_t num_q : {1u, 2u, 3u, 4u, 5u, 6u, 7u, 8u, 11u}) {
+          const std::vector<float> q = normals(positions * num_q * head_dim);
+          for (uint32_t window : {0u, 1u, 40u, 64u, 100u}) {
+            const KeysAndValues kv = {head_dim, type, stored.keys.data(), stored.values.data(), window, 0.3f};
+            for (auto [position, n] : {std::pair{0u, 1u}, {63u, 1u}, {149u, 1u}, {0u, 7u}, {60u, 9u}, {137u, 13u}})
+              CHECK(same_bits(attend(*k, kv, q, num_q, position, n), attend(portable, kv, q, num_q, position, n)));
           }
+        }
+      }
+    }
+  }
+}
+
+TEST("attend: a row's bits do not depend on how rows are cut, nor on the heads beside it") {
+  std::vector<const Kernels*> tables = others();
+  tables.push_back(&portable);
+  for (const Kernels* k : tables) {
+    for (DType type : {DType::kF16, DType::kF32}) {
+      const uint32_t positions = 170, head_dim = 40;
+      Stored stored(positions, head_dim, type);
+      // A value of 0 with the sign that adding 0 would lose, and one that no earlier row may meet.
+      const std::vector<float> minus_zero(head_dim, -0.0f), nan(head_dim, kNan);
+      portable.store_kv(minus_zero.data(), stored.values.data(), head_dim, type);
+      portable.store_kv(nan.data(), stored.values.data() + row_bytes(type, 165 * head_dim), head_dim, type);
+      portable.store_key(nan.data(), head_dim, 165, type, stored.keys.data());
+      for (uint32_t num_q : {1u, 3u, 8u}) {
+        const std::vector<float> q = normals(positions * num_q * head_dim);
+        for (uint32_t window : {0u, 3u, 50u, 64u}) {
+          const KeysAndValues kv = {head_dim, type, stored.keys.data(), stored.values.data(), window, 0.3f};
+          std::vector<float> one_by_one;
+          for (uint32_t p = 0; p < positions; ++p) {
+            const std::vector<float> row = attend(*k, kv, q, num_q, p, 1);
+            one_by_one.insert(one_by_one.end(), row.begin(), row.end());
+          }
+          const size_t width = num_q * head_dim;
+          for (uint32_t n = 1; n <= 40; n += 1 + n / 10) {
+            for (uint32_t p = 0; p < positions; p += n) {
+              const uint32_t rows = std::min(n, positions - p);
+              const auto want = one_by_one.begin() + p * width;
+              CHECK(same_bits(attend(*k, kv, q, num_q, p, rows), {want, want + rows * width}));
+            }
+          }
+          CHECK(same_bits(attend(*k, kv, q, num_q, 0, positions), one_by_one));
+          // One head alone, out of the last row before the NaN.
+          const std::vector<float> head(q.begin() + 165 * width - head_dim, q.begin() + 165 * width);
+          std::vector<float> alone(head_dim), scratch(attend_scratch_floats(1, 1, head_dim));
+          const float* head_row = head.data();
+          float* alone_row = alone.data();
+          k->attend(kv, &head_row, 1, 1, 164, &alone_row, scratch.data());
+          const auto end = one_by_one.begin() + 165 * width;
+          CHECK(same_bits(alone, {end - head_dim, end}));
+          for (auto i = one_by_one.begin(); i != end; ++i) CHECK(std::isfinite(*i));
         }
       }
     }

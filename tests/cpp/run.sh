@@ -1,11 +1,31 @@
 #!/bin/sh
-# run.sh plain|address,undefined|thread: builds the core's tests in build/cpp-<mode> and runs them.
+# run.sh plain|address,undefined|thread|arm64: builds the core's tests in build/cpp-<mode> and runs them.
+# arm64 is cross-built and runs in an emulator, with the dot product extension and without: kernels and replay, since the
+# emulator keeps its own account of memory. Exit status 77 where the tools for it are missing.
 set -eu
 mode=$1
 cd "$(dirname "$0")/../.."
 build=build/cpp-$(echo "$mode" | tr ',' '-')
-sanitize=$mode
-[ "$mode" = plain ] && sanitize=
-cmake -S . -B "$build" -G Ninja -DHEADRACE_TESTS=ON -DHEADRACE_SANITIZE="$sanitize" >/dev/null
+
+if [ "$mode" = arm64 ]; then
+  for tool in aarch64-linux-gnu-g++ qemu-aarch64; do
+    command -v $tool >/dev/null && continue
+    echo "arm64: not tested: this machine has no $tool (Debian: g++-aarch64-linux-gnu, qemu-user)"
+    exit 77
+  done
+  cmake -S . -B "$build" -G Ninja -DHEADRACE_TESTS=ON -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+    -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
+    -DCMAKE_CROSSCOMPILING_EMULATOR="qemu-aarch64;-L;/usr/aarch64-linux-gnu" >/dev/null
+  cmake --build "$build" --target kernels_test replay_test thread_pool_test
+  some="ctest --test-dir $build --output-on-failure -R kernels|replay|thread_pool|neon"
+  QEMU_CPU=max HEADRACE_ISA=neon $some
+  QEMU_CPU=cortex-a53 HEADRACE_ISA=portable $some
+  exit
+fi
+
+sanitize=$mode benchmarks=OFF
+[ "$mode" = plain ] && sanitize= benchmarks=ON
+cmake -S . -B "$build" -G Ninja -DHEADRACE_TESTS=ON -DHEADRACE_BENCHMARKS=$benchmarks \
+  -DHEADRACE_SANITIZE="$sanitize" >/dev/null
 cmake --build "$build"
 ASAN_OPTIONS=detect_leaks=1 ctest --test-dir "$build" --output-on-failure

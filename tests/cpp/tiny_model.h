@@ -193,16 +193,18 @@ class TinyModel {
     kern.rope(k.data(), angles.data(), spec.num_kv, spec.head_dim, spec.rotary, spec.style);
     const uint32_t per_kv = spec.num_q / spec.num_kv;
     const size_t stored = row_bytes(kv_type, spec.head_dim);
-    std::vector<float> out(q.size()), scratch(per_kv * (spec.head_dim + 34));
+    std::vector<float> out(q.size()), scratch(attend_scratch_floats(1, per_kv, spec.head_dim));
     for (uint32_t g = 0; g < spec.num_kv; ++g) {
-      keys[g].resize((position + 1) * stored);
+      keys[g].resize(matrix_bytes(kv_type, position + 1, spec.head_dim));
       values[g].resize((position + 1) * stored);
-      kern.store_kv(&k[g * spec.head_dim], &keys[g][position * stored], spec.head_dim, kv_type);
+      kern.store_key(&k[g * spec.head_dim], spec.head_dim, position, kv_type, keys[g].data());
       kern.store_kv(&v[g * spec.head_dim], &values[g][position * stored], spec.head_dim, kv_type);
-      const uint32_t first = spec.window && position >= spec.window ? position - spec.window + 1 : 0;
+      const KeysAndValues kv = {spec.head_dim,    kv_type,     keys[g].data(),
+                                values[g].data(), spec.window, static_cast<float>(scale())};
       const size_t at = g * per_kv * spec.head_dim;
-      kern.attend(&q[at], per_kv, spec.head_dim, keys[g].data(), values[g].data(), kv_type, spec.head_dim, first,
-                  position, static_cast<float>(scale()), &out[at], scratch.data());
+      const float* q_g = &q[at];
+      float* out_g = &out[at];
+      kern.attend(kv, &q_g, per_kv, 1, position, &out_g, scratch.data());
     }
     const std::vector<float> y = product(layer.o, out);
     for (size_t i = 0; i < x.size(); ++i) x[i] += y[i];
