@@ -75,14 +75,29 @@ class ExpertSource:
     def total_bytes(self) -> int:
         """Bytes of slots that hold all experts."""
 
+def delay_reads(max_us: int) -> None:
+    """
+    For tests: every read of an expert waits for up to so long before it starts; 0: none does.
+    """
+
 class ExpertMemory:
     """The arena of expert slots, and the threads that load experts."""
 
     def __init__(
-        self, source: ExpertSource, arena_bytes: int, loader_threads: int = 2, direct_io: bool = True
-    ) -> None: ...
+        self,
+        source: ExpertSource,
+        arena_bytes: int,
+        loader_threads: int = 2,
+        direct_io: bool = True,
+        policy: str = "lru",
+        hot_routes: int = 0,
+    ) -> None:
+        """
+        policy: one of policy_names(). hot_routes: of a layer, those that prefill-hot counts (docs/policies.md).
+        """
+
     @staticmethod
-    def overhead_bytes(source: ExpertSource, loader_threads: int = 2) -> int:
+    def overhead_bytes(source: ExpertSource, loader_threads: int = 2, policy: str = "lru") -> int:
         """What it holds besides the arena."""
 
     def counters(self) -> dict:
@@ -103,7 +118,10 @@ class ExpertMemory:
     def resident_experts(self) -> int: ...
     @property
     def total_experts(self) -> int: ...
-    def begin(self, layer: int, ids: Sequence[int]) -> None: ...
+    def begin(self, layer: int, ids: Sequence[int], num_routes: Sequence[int] = []) -> None: ...
+    def expect(self, layer: int, ids: Sequence[int]) -> None:
+        """What a later pass will route to, for a policy with an oracle."""
+
     def take(self, in_order: bool = False, max_taken: int = 4294967295) -> list[int]:
         """Indices into ids; empty when all were taken."""
 
@@ -111,6 +129,81 @@ class ExpertMemory:
     def end(self) -> None: ...
     def read_slot(self, layer: int, index: int) -> bytes:
         """The bytes of a taken expert of the layer in progress."""
+
+def policy_names() -> list[str]:
+    """The cache policies."""
+
+class Link:
+    """What a schedule bound assumes: csrc/experts/schedule_bound.h."""
+
+    def __init__(
+        self,
+        bytes_per_s: float,
+        latency_s: float,
+        before_s: Sequence[float],
+        after_s: Sequence[float],
+        triggers: Sequence[int],
+        horizon: int = 1,
+    ) -> None: ...
+
+class ScheduleBound:
+    """How fast layers with given loads can be at best."""
+
+    def __init__(self, record_bytes: Sequence[int], link: Link) -> None: ...
+    def add(self, num_used: int, num_loads: int) -> None:
+        """The next layer, pass after pass."""
+
+    def finish(self) -> None: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def compute_seconds(self) -> float: ...
+    @property
+    def link_seconds(self) -> float: ...
+
+class Simulator:
+    """The engine's residency and policy, driven by the routes of a trace."""
+
+    def __init__(
+        self,
+        num_experts: Sequence[int],
+        record_bytes: Sequence[int],
+        capacity_bytes: int,
+        policy: str = "lru",
+        *,
+        hot_routes: int = 0,
+        pins: bool = True,
+        window: int = 1,
+        lookahead: int = 0,
+        transfers_per_layer: float = 0.0,
+        recall: float = 1.0,
+        seed: int = 0,
+        links: Sequence[Link] = [],
+    ) -> None:
+        """
+        num_experts and record_bytes: of each layer. window: tokens a pass. links: a bound is kept for each.
+        """
+
+    @property
+    def num_layers(self) -> int: ...
+    def feed(
+        self,
+        ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None, None), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """Routes int32 [tokens, layers, top_k]; a negative id is no route."""
+
+    def end_pass(self) -> None:
+        """What is fed next begins a pass of its own."""
+
+    def finish(self) -> None:
+        """The trace is over."""
+
+    @property
+    def bounds(self) -> list[ScheduleBound]:
+        """Of each link; complete after finish()."""
+
+    def counters(self) -> dict:
+        """By name; bytes are those of records."""
 
 class Program:
     """A compiled graph (headrace/program.py), parsed and checked."""

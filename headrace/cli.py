@@ -11,12 +11,16 @@ import signal
 import sys
 from collections.abc import Callable
 from enum import Enum
+from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO, TypeVar
 
 import typer
 
 from headrace.errors import HeadraceError
+
+if TYPE_CHECKING:
+    from headrace.experts.simulate import Policy
 
 app = typer.Typer(
     name="headrace",
@@ -25,6 +29,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+T = TypeVar("T")
 
 INTERRUPTED = 130
 
@@ -54,10 +60,22 @@ InspectContext = Annotated[
     int | None,
     typer.Option("-c", "--context", min=1, help="Positions to plan for. Default: 512, or the model's limit."),
 ]
+PolicyName = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="POLICY",
+        help="Which experts make room: lru, lfu, lfru, prefill-hot or markov; with --replay also belady.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def _memory_bytes(text: str | None) -> int | None:
+    return _size_bytes(text, "--memory")
+
+
+def _size_bytes(text: str | None, option: str) -> int | None:
     from headrace.sizes import parse_size
 
     if text is None:
@@ -65,7 +83,7 @@ def _memory_bytes(text: str | None) -> int | None:
     try:
         return parse_size(text)
     except HeadraceError as error:
-        raise typer.BadParameter(str(error), param_hint="--memory") from error
+        raise typer.BadParameter(str(error), param_hint=option) from error
 
 
 def _read_prompt(text: str | None, file: Path | None) -> str:
@@ -100,6 +118,16 @@ def top_level(
 class KvType(str, Enum):
     f16 = "f16"
     f32 = "f32"
+
+
+class RunPolicy(str, Enum):
+    """Those that need no knowledge of the future."""
+
+    lru = "lru"
+    lfu = "lfu"
+    lfru = "lfru"
+    prefill_hot = "prefill-hot"
+    markov = "markov"
 
 
 def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -173,6 +201,7 @@ def run_command(
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed for sampling.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     kv: Annotated[KvType, typer.Option("--kv", help="Keys and values.")] = KvType.f16,
+    policy: Annotated[RunPolicy, typer.Option("--policy", help="Which experts make room.")] = RunPolicy.lru,
     json: Json = False,
 ) -> None:
     """Generate text from a prompt."""
@@ -194,6 +223,7 @@ def run_command(
             seed=seed,
             raw=raw,
             kv=kv.value,
+            policy=policy.value,
             json=json,
         )
     )
@@ -269,12 +299,112 @@ def bench_command(
             "--replay", metavar="TRACE", readable=False, help="Take routes from a recorded trace, repeated if short."
         ),
     ] = None,
+    policy: PolicyName = "lru",
     json: Json = False,
 ) -> None:
     """Measure prefill and decode speed on random token ids."""
     from headrace.commands.bench import bench
 
-    bench(model, prompt, gen, repeat, _memory_bytes(memory), threads, seed, replay, json)
+    bench(model, prompt, gen, repeat, _memory_bytes(memory), threads, seed, replay, _policy(policy), json)
+
+
+def _policy(name: str) -> Policy:
+    from headrace.experts.simulate import parse_policy
+
+    try:
+        return parse_policy(name)
+    except HeadraceError as error:
+        raise typer.BadParameter(str(error), param_hint="--policy") from error
+
+
+def _list(text: str, convert: Callable[[str], T], option: str) -> list[T]:
+    try:
+        return [convert(part.strip()) for part in text.split(",")]
+    except (HeadraceError, ValueError, ZeroDivisionError) as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
+
+
+def _residency(text: str) -> Fraction:
+    share = Fraction(text)
+    if not 0 < share <= 1:
+        raise ValueError(f"{text} is not above 0 and at most 1")
+    return share
+
+
+@command("simulate")
+def simulate_command(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Recorded routing.", readable=False)],
+    policies: Annotated[
+        str, typer.Option("--policies", metavar="P,...", help="Cache policies; belady-c for any c.")
+    ] = "lru,lfu,lfru,prefill-hot,markov,belady-8,belady",
+    residency: Annotated[
+        str, typer.Option("--residency", metavar="R,...", help="Shares of all experts that are resident.")
+    ] = ".15,.25,.35,.45",
+    window: Annotated[int, typer.Option("--window", min=1, help="Tokens a pass, as in verification.")] = 1,
+    pins: Annotated[
+        bool,
+        typer.Option("--pins/--no-pins", help="Whether a layer's experts stay while it runs, as in the engine."),
+    ] = True,
+    prefetch: Annotated[
+        float, typer.Option("--prefetch", min=0.0, max=1e6, help="Experts moved ahead while a layer runs.")
+    ] = 0.0,
+    recall: Annotated[
+        float, typer.Option("--recall", min=0.0, max=1.0, help="Share of absent experts that the forecast knows.")
+    ] = 1.0,
+    prompt: Annotated[
+        int | None,
+        typer.Option("--prompt", min=1, help="Tokens that prefill-hot counts. Default: the first tenth."),
+    ] = None,
+    experts: Annotated[
+        int | None,
+        typer.Option("--experts", min=1, max=65536, help="Experts a layer. Default: as the trace says or shows."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="The model that the trace came from, for sizes in bytes.")
+    ] = None,
+    record: Annotated[str | None, typer.Option("--record", metavar="SIZE", help="Size of an expert.")] = None,
+    bound: Annotated[
+        bool, typer.Option("--bound", help="The best speed that any prefetch schedule reaches over this link.")
+    ] = False,
+    link: Annotated[str, typer.Option("--link", metavar="SIZE", help="For --bound: bytes a second.")] = "2GB",
+    latency: Annotated[float, typer.Option("--latency", min=0.0, help="For --bound: seconds a transfer.")] = 1e-4,
+    layer_s: Annotated[
+        str,
+        typer.Option("--layer-s", metavar="S,S", help="For --bound: seconds of a layer before and after its router."),
+    ] = "5e-4,5e-4",
+    triggers: Annotated[
+        str,
+        typer.Option("--triggers", metavar="L,...", help="For --bound: layers at which forecasts are made, or all."),
+    ] = "all",
+    horizon: Annotated[
+        int, typer.Option("--horizon", min=1, max=1000, help="For --bound: passes that a forecast tells of.")
+    ] = 1,
+    threads: Threads = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the forecast's errors.")] = 0,
+    json: Json = False,
+) -> None:
+    """Compare cache policies on recorded routing."""
+    from headrace.commands.simulate import run_simulate
+    from headrace.experts.simulate import Link, Simulation, parse_policy
+
+    times = _list(layer_s, float, "--layer-s")
+    if len(times) != 2:
+        raise typer.BadParameter(f"expected two times, found {layer_s}", param_hint="--layer-s")
+    at = None if triggers == "all" else tuple(_list(triggers, int, "--triggers"))
+    rate = _size_bytes(link, "--link") or 0
+    schedule = Link(rate, latency, times[0], times[1], at, horizon) if bound else None
+    run_simulate(
+        trace,
+        _list(policies, parse_policy, "--policies"),
+        _list(residency, _residency, "--residency"),
+        Simulation(window=window, pins=pins, transfers_per_layer=prefetch, recall=recall, seed=seed, link=schedule),
+        prompt,
+        experts,
+        model,
+        _size_bytes(record, "--record"),
+        threads,
+        json,
+    )
 
 
 @command("trace")

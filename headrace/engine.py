@@ -83,6 +83,7 @@ class EngineOptions:
     loader_threads: int = LOADER_THREADS
     direct_io: bool = True
     record_routing: bool = False  # so that sessions may have an observer
+    policy: str = "lru"  # which experts make room: one of _core.policy_names(), docs/policies.md
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
     needs = Needs(
         trunk_bytes=_core.Weights.resident_bytes(program),
         state_bytes=options.sessions * _core.SessionState.bytes(program, options.context, int(options.kv_dtype)),
-        overhead_bytes=_core.ExpertMemory.overhead_bytes(source, options.loader_threads),
+        overhead_bytes=_core.ExpertMemory.overhead_bytes(source, options.loader_threads, options.policy),
         logits_bytes=(4 * options.max_out_rows * options.sessions + LOGITS_BYTES_PER_ENTRY) * config.vocab_size,
         num_threads=num_threads + options.loader_threads,
         largest_record_bytes=_largest_record_bytes(checkpoint, source),
@@ -194,7 +195,15 @@ class Engine:
             _core.SessionState(self._program, options.context, int(options.kv_dtype)) for _ in range(options.sessions)
         ]
         self._smallest_arena = _largest_record_bytes(checkpoint, source)
-        self.experts = _core.ExpertMemory(source, self._smallest_arena, options.loader_threads, options.direct_io)
+        self.experts = _core.ExpertMemory(
+            source,
+            self._smallest_arena,
+            options.loader_threads,
+            options.direct_io,
+            options.policy,
+            hot_routes=options.prompt_rows * self.config.num_experts_per_tok,
+        )
+        self._future: Iterator[list[np.ndarray]] = iter(())
         self._executor = _core.Executor(self._program, self._weights, self.experts, self.num_threads)
         self._routing_buffers: list[np.ndarray] = []  # of ids, weights, scores, each flat, for the largest pass
         if options.record_routing:
@@ -217,6 +226,27 @@ class Engine:
 
     def counters(self) -> dict[str, int]:
         return self.experts.counters()
+
+    def foresee(self, passes: Iterator[list[np.ndarray]], lookahead: int) -> None:
+        """Tells a policy with an oracle what every pass from now on will route to, `lookahead` passes ahead of each.
+
+        passes: of each, of each layer, the distinct experts, ascending; empty where the pass skips the layer. Other
+        routes are refused, so a pass that fails leaves the oracle behind. What it keeps comes out of the arena.
+        """
+        with self._lock:
+            self.check_open()
+            self._future = passes
+            for _ in range(lookahead):
+                if not self._before_pass():
+                    break
+
+    def _before_pass(self) -> bool:
+        """Tells the policy of one more pass, if one was foreseen, and gives slots back if the process has grown."""
+        ids_of_layers = next(self._future, None)
+        for layer, ids in enumerate(ids_of_layers or ()):
+            self.experts.expect(layer, ids.tolist())
+        self.guard_budget()
+        return ids_of_layers is not None
 
     def guard_budget(self) -> None:
         """Gives slots back if the process has grown towards the budget since the arena was sized."""
@@ -273,6 +303,7 @@ class Engine:
             "model": self.checkpoint.name,
             "budget_bytes": self.plan.budget_bytes,
             "peak_rss_bytes": machine.peak_rss_bytes(),
+            "policy": self.options.policy,
             "slots": self.experts.num_slots,
             "residency": min(1.0, self.experts.arena_bytes / self._source.total_bytes()),
             "isa": _core.isa(),
@@ -388,7 +419,7 @@ class Session:
         routes = self._replay.rows(first, len(tokens)) if self._replay is not None else None
         with engine._lock:
             engine.check_open()
-            engine.guard_budget()
+            engine._before_pass()
             shape = _routing_shape(engine.checkpoint, len(tokens))
             kept = [b[: math.prod(shape)].reshape(shape) for b in engine._routing_buffers if self._observe]
             ids, weights, scores = kept or (None, None, None)

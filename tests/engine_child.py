@@ -3,7 +3,7 @@
     python engine_child.py '{"model": PATH, "budget": "minimum" | "resident" | fraction | bytes, ...}'
 
 Keys: threads, tokens (ids), splits (lists of pass lengths; one session each), generate (greedy tokens after the
-last split), prompts (lists of ids; each is prefilled and decoded greedily in turn), kv, direct_io, max_rows,
+last split), prompts (lists of ids; each is prefilled and decoded greedily in turn), kv, direct_io, max_rows, policy,
 arena_records (shrinks the arena to so many experts: a small model's experts fit any budget), grow_mib (what this
 process grows by afterwards, 1 MiB a decode step).
 For each split: the SHA-256 of all rows' logits.
@@ -79,6 +79,7 @@ def main() -> None:
         "max_out_rows": longest if tokens else 1,
         "max_rows": request.get("max_rows"),
         "direct_io": request.get("direct_io", True),
+        "policy": request.get("policy", "lru"),
     }
     options["memory_bytes"] = budget_bytes(request, checkpoint, options)
     with Engine(checkpoint, EngineOptions(**options)) as engine:

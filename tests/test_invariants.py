@@ -67,7 +67,7 @@ def splits(n: int) -> list[list[int]]:
 @pytest.mark.parametrize("spec", ["OLMOE", "QWEN3"])
 @pytest.mark.parametrize("dtype", ["Q4_0", "Q8_0", "F32", "F16", "BF16"])
 def test_same_bits_small(tmp_path, spec, dtype):
-    """Every budget, thread count, instruction set and split; in place and packed."""
+    """Every budget, policy, thread count, instruction set and split; in place and packed."""
     spec = getattr(checkpoints, spec)
     gguf = tmp_path / "model.gguf"
     checkpoints.write_gguf(gguf, spec, checkpoints.random_weights(spec), dtype=dtype)
@@ -80,9 +80,10 @@ def test_same_bits_small(tmp_path, spec, dtype):
         for model, isa, variant in (
             (gguf, ISAS[0], {"threads": 1}),
             (gguf, ISAS[-1], {"threads": 2, "arena_records": 1}),
-            (store, ISAS[-1], {"threads": 2, "arena_records": 5}),
-            (store, ISAS[0], {"threads": 1, "arena_records": 1}),
-            (gguf, ISAS[-1], {"threads": 3, "arena_records": 3, "direct_io": False}),
+            (store, ISAS[-1], {"threads": 2, "arena_records": 5, "policy": "markov"}),
+            (store, ISAS[0], {"threads": 1, "arena_records": 1, "policy": "lfu"}),
+            (gguf, ISAS[-1], {"threads": 3, "arena_records": 3, "direct_io": False, "policy": "lfru"}),
+            (gguf, ISAS[-1], {"threads": 2, "arena_records": 6, "policy": "prefill-hot"}),
         )
     ]
     assert len({h for run in runs for h in run["hashes"]}) == 1

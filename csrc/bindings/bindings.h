@@ -5,8 +5,9 @@
 
 namespace headrace {
 
-void init_kernels(nanobind::module_& m);   // bindings/kernels.cc
-void init_experts(nanobind::module_& m);   // bindings/experts.cc
-void init_executor(nanobind::module_& m);  // bindings/executor.cc
+void init_kernels(nanobind::module_& m);    // bindings/kernels.cc
+void init_experts(nanobind::module_& m);    // bindings/experts.cc
+void init_simulator(nanobind::module_& m);  // bindings/simulator.cc
+void init_executor(nanobind::module_& m);   // bindings/executor.cc
 
 }  // namespace headrace

@@ -5,7 +5,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
+#include <chrono>
+#include <memory>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -61,11 +65,13 @@ const LayerExperts& layer_at(const ExpertSource& source, uint32_t layer) {
               std::to_string(layer));
 }
 
-ExpertMemoryOptions make_options(uint64_t arena_bytes, uint32_t loader_threads, bool direct_io) {
+ExpertMemoryOptions make_options(uint64_t arena_bytes, uint32_t loader_threads, bool direct_io,
+                                 const std::string& policy, uint64_t hot_routes) {
   ExpertMemoryOptions options;
   options.arena_bytes = arena_bytes;
   options.loader_threads = loader_threads;
   options.direct_io = direct_io;
+  options.policy = {policy, hot_routes};
   return options;
 }
 
@@ -80,6 +86,7 @@ nb::dict counters(const ExpertMemory& memory) {
   out["late_hits"] = c.late_hits;
   out["loads"] = c.loads;
   out["prefetches"] = c.prefetches;
+  out["evictions"] = c.evictions;
   out["bytes_read"] = c.bytes_read;
   out["bytes_unused"] = c.bytes_unused;
   out["io_wait_ns"] = c.io_wait_ns;
@@ -113,22 +120,38 @@ void init_experts(nb::module_& m) {
           },
           "Bytes of slots that hold all experts.");
 
+  m.def(
+      "delay_reads",
+      [](uint32_t max_us) {
+        nb::gil_scoped_release release;
+        if (max_us == 0) return set_read_hook(nullptr);
+        auto reads = std::make_shared<std::atomic<uint64_t>>(0);
+        set_read_hook([max_us, reads](const std::string&, uint64_t, uint64_t) {
+          const uint64_t n = ++*reads * 0x9E3779B97F4A7C15u >> 32;
+          std::this_thread::sleep_for(std::chrono::microseconds(n % max_us));
+          return 0;
+        });
+      },
+      "max_us"_a, "For tests: every read of an expert waits for up to so long before it starts; 0: none does.");
+
   using NoGil = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<ExpertMemory>(m, "ExpertMemory", "The arena of expert slots, and the threads that load experts.")
       .def(
           "__init__",
           [](ExpertMemory* self, const ExpertSource& source, uint64_t arena_bytes, uint32_t loader_threads,
-             bool direct_io) {
+             bool direct_io, const std::string& policy, uint64_t hot_routes) {
             nb::gil_scoped_release release;
-            new (self) ExpertMemory(source, make_options(arena_bytes, loader_threads, direct_io));
+            new (self) ExpertMemory(source, make_options(arena_bytes, loader_threads, direct_io, policy, hot_routes));
           },
-          "source"_a, "arena_bytes"_a, "loader_threads"_a = 2, "direct_io"_a = true)
+          "source"_a, "arena_bytes"_a, "loader_threads"_a = 2, "direct_io"_a = true, "policy"_a = "lru",
+          "hot_routes"_a = 0,
+          "policy: one of policy_names(). hot_routes: of a layer, those that prefill-hot counts (docs/policies.md).")
       .def_static(
           "overhead_bytes",
-          [](const ExpertSource& source, uint32_t loader_threads) {
-            return ExpertMemory::overhead_bytes(source, make_options(0, loader_threads, true));
+          [](const ExpertSource& source, uint32_t loader_threads, const std::string& policy) {
+            return ExpertMemory::overhead_bytes(source, make_options(0, loader_threads, true, policy, 0));
           },
-          "source"_a, "loader_threads"_a = 2, "What it holds besides the arena.")
+          "source"_a, "loader_threads"_a = 2, "policy"_a = "lru", "What it holds besides the arena.")
       .def("counters", &counters, "Expert counters since construction, by name.")
       .def("resize", &ExpertMemory::resize, "arena_bytes"_a, NoGil(),
            "Moves the ceiling on slot bytes, between passes.")
@@ -139,8 +162,13 @@ void init_experts(nb::module_& m) {
       .def_prop_ro("total_experts", &ExpertMemory::total_experts)
       .def(
           "begin",
-          [](ExpertMemory& memory, uint32_t layer, const std::vector<uint32_t>& ids) { memory.begin(layer, ids); },
-          "layer"_a, "ids"_a, NoGil())
+          [](ExpertMemory& memory, uint32_t layer, const std::vector<uint32_t>& ids,
+             const std::vector<uint32_t>& num_routes) { memory.begin(layer, ids, num_routes); },
+          "layer"_a, "ids"_a, "num_routes"_a = std::vector<uint32_t>(), NoGil())
+      .def(
+          "expect",
+          [](ExpertMemory& memory, uint32_t layer, const std::vector<uint32_t>& ids) { memory.expect(layer, ids); },
+          "layer"_a, "ids"_a, NoGil(), "What a later pass will route to, for a policy with an oracle.")
       .def(
           "take",
           [](ExpertMemory& memory, bool in_order, uint32_t max_taken) {

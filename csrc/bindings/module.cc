@@ -24,5 +24,6 @@ NB_MODULE(_core, m) {
   m.def("release_free_memory", [] { malloc_trim(0); }, "Gives what the allocator keeps for later back to the system.");
   headrace::init_kernels(m);
   headrace::init_experts(m);
+  headrace::init_simulator(m);
   headrace::init_executor(m);
 }

@@ -45,6 +45,7 @@ void build_route_map(const PassContext& ctx, const ExpertsOp& op, uint32_t num_r
     ++map.next[ids[i]];
   }
   map.experts.clear();
+  map.num_routes.clear();
   map.first.clear();
   uint32_t total = 0;
   for (uint32_t e = 0; e < op.num_experts; ++e) {
@@ -52,6 +53,7 @@ void build_route_map(const PassContext& ctx, const ExpertsOp& op, uint32_t num_r
     map.next[e] = total;
     if (count == 0) continue;
     map.experts.push_back(e);
+    map.num_routes.push_back(count);
     map.first.push_back(total);
     total += count;
   }
@@ -82,7 +84,7 @@ class ExpertsPass {
     const uint32_t num_routes = num_rows_ * op_.top_k;
     bind_workspace(std::min(num_routes, op_.capacity));
     jobs_.clear();
-    ctx_.experts->begin(op_.layer, map_.experts);
+    ctx_.experts->begin(op_.layer, map_.experts, map_.num_routes);
     struct End {
       ExpertMemory& memory;
       ~End() { memory.end(); }
@@ -298,6 +300,7 @@ void size_expert_buffers(const Program& program, OpBuffers& buffers) {
   }
   RouteMap& map = buffers.routes;
   map.experts.reserve(num_experts);
+  map.num_routes.reserve(num_experts);
   map.first.reserve(num_experts + 1);
   map.next.reserve(num_experts);
   map.rows.resize(num_routes);

@@ -21,7 +21,7 @@ namespace headrace {
 // Distinct experts of one layer, ascending, and the routes of each in row order (CSR; EStream Algorithm 1). Route p has
 // row rows[p] and weight weights[p]; expert e of the list has the routes [first[e], first[e + 1]).
 struct RouteMap {
-  std::vector<uint32_t> experts, first, rows;
+  std::vector<uint32_t> experts, num_routes, first, rows;
   std::vector<float> weights;
   std::vector<uint32_t> route_of;  // [row * top_k + j]: where row's j-th choice stands
   std::vector<uint32_t> next;      // while it is built: counts, then cursors, by expert id

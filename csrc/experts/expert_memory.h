@@ -1,7 +1,7 @@
-// The fast tier: a bounded arena of expert slots, the residency table, and the threads that load experts into it.
+// The fast tier: a bounded arena of expert slots and the threads that load experts into it, as Residency decides.
 //
-// The executor's side of it is LayerLease: it names the distinct experts that a layer of this pass needs, and takes
-// them as they become ready. Nothing above this interface knows how experts are stored or moved.
+// The executor names the distinct experts that a layer of this pass needs, and takes them as they become ready. Nothing
+// above this interface knows how experts are stored or moved.
 #pragma once
 
 #include <atomic>
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "experts/expert_source.h"
+#include "experts/policy.h"
 
 namespace headrace {
 
@@ -22,6 +23,7 @@ struct ExpertCounters {
   uint64_t late_hits = 0;
   uint64_t loads = 0;
   uint64_t prefetches = 0;
+  uint64_t evictions = 0;   // experts, whatever made them go: loads, prefetches, resize()
   uint64_t bytes_read = 0;  // bytes that reads returned, padding and alignment windows included
   uint64_t bytes_unused =
       0;                    // of experts evicted before take() gave them out, and of loads that failed or were dropped
@@ -32,6 +34,7 @@ struct ExpertMemoryOptions {
   uint64_t arena_bytes = 0;  // ceiling on committed slot bytes; at least the largest record
   uint32_t loader_threads = 2;
   bool direct_io = true;  // O_DIRECT; falls back to buffered reads whose pages are dropped where it is refused
+  PolicyOptions policy = {};
 };
 
 // Threading: one executor thread calls begin/take/release/end; loader threads are private; counters() and
@@ -48,12 +51,12 @@ class ExpertMemory {
   const ExpertSource& source() const;
 
   // ---- one layer of a pass
-  // ids: the distinct experts that have routes, ascending. Pins those that are ready (hits), queues the others in
-  // ascending order, evicting least recently used experts that the layer does not need. No read of an expert
-  // outside `ids` starts. When they do not all fit, the rest is queued as slots are released; if pinned hits alone
-  // fill the arena and a missing expert precedes one of them, the furthest in storage order is given up and counts as a
-  // load.
-  void begin(uint32_t layer, std::span<const uint32_t> ids);
+  // ids: the distinct experts that have routes, ascending; num_routes: how many each has (empty: one). Pins those that
+  // are ready (hits) and queues the others in ascending order; the policy says which experts that the layer does not
+  // need make room. No read of an expert outside `ids` starts. When they do not all fit, the rest is loaded as slots
+  // are released (docs/policies.md, "A layer that does not fit"). What is decided does not depend on when reads end,
+  // provided that the caller releases what it took before it takes more.
+  void begin(uint32_t layer, std::span<const uint32_t> ids, std::span<const uint32_t> num_routes = {});
   // Blocks until at least one expert that was not yet taken is ready, then fills `taken` with indices into `ids`,
   // ascending: all that are ready (in_order false), or the longest run of ready ones that continues the storage order
   // (in_order true). `max_taken` bounds it. Returns false when all have been taken. Throws Error if a load failed,
@@ -66,6 +69,10 @@ class ExpertMemory {
   // The layer is over, or is abandoned after an exception: pins and queued loads of it are dropped, loads in
   // flight are waited for. Always called after begin().
   void end();
+
+  // For policies with an oracle, between layers: what later passes will route to, one layer's distinct experts at a
+  // time, passes in order, layers in order. Such a policy refuses other routes than were announced.
+  void expect(uint32_t layer, std::span<const uint32_t> ids);
 
   ExpertCounters counters() const;
   // Lowers (or raises) the ceiling between passes; evicts and gives pages back to the system until it holds.

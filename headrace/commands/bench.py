@@ -6,6 +6,7 @@ With --replay, routes come from a recorded trace, so that a model of random weig
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
@@ -15,6 +16,8 @@ from headrace import _core
 from headrace.commands.model import open_model
 from headrace.commands.run import hit_rate, session_report
 from headrace.engine import Engine, EngineOptions
+from headrace.errors import HeadraceError
+from headrace.experts.simulate import Policy
 from headrace.experts.traces import Replay, load_replay, open_trace
 from headrace.formats.checkpoint import Checkpoint
 from headrace.sizes import format_size
@@ -27,6 +30,16 @@ def _replay(checkpoint: Checkpoint, path: Path, max_tokens: int) -> Replay:
     return load_replay(trace, max_tokens)
 
 
+def future_passes(replay: Replay, prompt_tokens: int, gen_tokens: int, max_rows: int) -> Iterator[list[np.ndarray]]:
+    """The distinct experts of each pass and layer of a prefill and so many steps, as Session cuts them: the last
+    layer's experts see only rows whose logits are wanted, the prompt's last and each step's."""
+    for first in [*range(0, prompt_tokens, max_rows), *range(prompt_tokens, prompt_tokens + gen_tokens)]:
+        end = min(first + max_rows, prompt_tokens) if first < prompt_tokens else first + 1
+        routes = replay.rows(first, end - first)
+        wanted = routes[-1, -1:] if end >= prompt_tokens else routes[-1, :0]
+        yield [np.unique(layer) for layer in (*routes[:-1], wanted)]
+
+
 def bench(
     model: str,
     prompt_tokens: int,
@@ -36,9 +49,12 @@ def bench(
     num_threads: int | None,
     seed: int,
     trace: Path | None,
+    policy: Policy,
     as_json: bool,
 ) -> None:
     _core.exit_on_interrupt(True)  # nothing is written
+    if policy.lookahead and trace is None:
+        raise HeadraceError(f"{policy.name} needs to know the future; give it with --replay TRACE")
     checkpoint = open_model(model)
     replay = _replay(checkpoint, trace, prompt_tokens + gen_tokens) if trace is not None else None
     options = EngineOptions(
@@ -46,10 +62,14 @@ def bench(
         memory_bytes=memory_bytes,
         num_threads=num_threads,
         prompt_rows=prompt_tokens,
+        policy=policy.native,
     )
     runs = []
     with Engine(checkpoint, options) as engine:
         rng = np.random.default_rng(seed)
+        if policy.lookahead and replay is not None:
+            shape = prompt_tokens, gen_tokens, engine.max_rows
+            engine.foresee((p for _ in range(repeat) for p in future_passes(replay, *shape)), policy.lookahead)
         for _ in range(repeat):
             ids = rng.integers(0, checkpoint.config.vocab_size, prompt_tokens + gen_tokens).tolist()
             session = engine.session(replay=replay)
@@ -68,6 +88,7 @@ def bench(
         middle = sorted(runs, key=lambda r: r["decode_tps"])[len(runs) // 2]
         report = {
             **engine.report(),
+            "policy": policy.name,
             **middle,
             "prompt_tokens": prompt_tokens,
             "generated_tokens": gen_tokens,

@@ -36,6 +36,7 @@ class RunOptions:
     seed: int | None
     raw: bool
     kv: str
+    policy: str
     json: bool
 
 
@@ -74,6 +75,7 @@ def run(options: RunOptions) -> None:
         num_threads=options.num_threads,
         prompt_rows=len(prompt_ids),
         kv_dtype=DType.F32 if options.kv == "f32" else DType.F16,
+        policy=options.policy,
     )
     with Engine(checkpoint, engine_options) as engine:
         _core.exit_on_interrupt(False)  # from here on a pass notices it
