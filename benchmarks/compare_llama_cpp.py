@@ -1,16 +1,16 @@
 """The README's table: headrace beside llama.cpp, on one model, alternating in one run.
 
-    python benchmarks/compare_llama_cpp.py --llama-bench PATH MODEL.gguf STORE
+    python benchmarks/compare_llama_cpp.py --llama-bench PATH MODEL.gguf [STORE]
         [--memory 1.5GiB] [--prompt 512] [--gen 32] [--threads 2] [--rounds 3] [-o results.json]
 
-Rows: resident (headrace, llama.cpp), and inside a memory cgroup of --memory (headrace in place and packed;
-llama.cpp as it comes, and with mmap and no repacking). Each round runs every row once, in turn; medians are
-printed. Both decode after a prompt of --prompt tokens. headrace runs three times a round in one process and
-reports the median, so that a resident arena is filled. llama.cpp's capped rows begin with an empty page cache:
-pages that another cgroup has read would cost it nothing.
+Rows: resident (headrace, llama.cpp) and, where STORE is given, inside a memory cgroup of --memory (headrace in place
+and packed; llama.cpp as it comes, and with mmap and no repacking). Each round runs every row once, in turn; medians
+and ratios are printed. Both decode after a prompt of --prompt tokens; --gen 0 leaves decoding out. headrace runs
+three times a round in one process and reports the median, so that a resident arena is filled. llama.cpp's capped rows
+begin with an empty page cache: pages that another cgroup has read would cost it nothing.
 
-In each round the disk is measured too: O_DIRECT reads of the store's expert file by four threads, one record each
-at random. The disk-bound decode rate is that bandwidth over the bytes that a token reads.
+In each round the disk is measured too: O_DIRECT reads of the store's expert file by four threads, one record each at
+random. The disk-bound decode rate is that bandwidth over the bytes that a token reads.
 
 MODEL.gguf and STORE can be made by benchmarks/synth.py and `headrace pack`. Needs root, for cgroups and the cache.
 """
@@ -44,7 +44,7 @@ LLAMA_SECONDS = 240  # capped, it may neither finish nor be killed
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ap.add_argument("model", help="GGUF")
-    ap.add_argument("store", help="the same, packed")
+    ap.add_argument("store", nargs="?", help="the same, packed: adds the rows in a memory cgroup")
     ap.add_argument("--llama-bench", required=True)
     ap.add_argument("--memory", default="1.5GiB")
     ap.add_argument("--prompt", type=int, default=512)
@@ -58,23 +58,28 @@ def main() -> None:
     rows = {
         "headrace resident": lambda: headrace(args, args.model, None),
         "llama.cpp resident": lambda: llama(args, [], None),
+    }
+    capped_rows = {
         "headrace in place, capped": lambda: headrace(args, args.model, limit_bytes),
         "headrace packed, capped": lambda: headrace(args, args.store, limit_bytes),
         "llama.cpp, capped": lambda: llama(args, [], limit_bytes),
         "llama.cpp mmap, capped": lambda: llama(args, ["-lm", "mmap", "--repack", "0"], limit_bytes),
     }
+    if args.store:
+        rows |= capped_rows
     results: dict[str, list[dict]] = {name: [] for name in rows}
     disk_bytes_per_s = []
     for i in range(args.rounds):
-        disk_bytes_per_s.append(measure_disk(args.store))
-        print(f"round {i}: disk {disk_bytes_per_s[-1] / 1e9:.2f} GB/s", file=sys.stderr)
+        if args.store:
+            disk_bytes_per_s.append(measure_disk(args.store))
+            print(f"round {i}: disk {disk_bytes_per_s[-1] / 1e9:.2f} GB/s", file=sys.stderr)
         for name, run in rows.items():
             if any(r.get("failed") for r in results[name]):
                 continue  # killed once is enough
             results[name].append(run())
             print(f"round {i}: {name}: {shown(results[name][-1])}", file=sys.stderr)
 
-    table = summary(results, median(disk_bytes_per_s))
+    table = summary(results, median(disk_bytes_per_s) if args.store else None)
     for line in table:
         print(line)
     if args.output:
@@ -114,7 +119,10 @@ def headrace(args: argparse.Namespace, model: str, limit_bytes: int | None) -> d
 
 def llama(args: argparse.Namespace, options: list[str], limit_bytes: int | None) -> dict:
     tps = []
-    for test in (["-p", args.prompt, "-n", 0], ["-p", 0, "-n", args.gen, "-d", args.prompt]):
+    tests = [["-p", args.prompt, "-n", 0]]
+    if args.gen:
+        tests.append(["-p", 0, "-n", args.gen, "-d", args.prompt])
+    for test in tests:
         if limit_bytes is not None:
             os.sync()
             Path("/proc/sys/vm/drop_caches").write_text("1")
@@ -126,7 +134,7 @@ def llama(args: argparse.Namespace, options: list[str], limit_bytes: int | None)
         if done.returncode:
             return {"failed": f"exit {done.returncode}"}
         tps.append(json.loads(done.stdout)[0]["avg_ts"])
-    return {"prefill_tps": tps[0], "decode_tps": tps[1]}
+    return {"prefill_tps": tps[0], "decode_tps": tps[1] if args.gen else 0.0}
 
 
 def measure_disk(store: str) -> float:
@@ -164,9 +172,9 @@ def shown(result: dict) -> str:
     return f"prefill {result['prefill_tps']:.1f}, decode {result['decode_tps']:.2f} tokens/s"
 
 
-def summary(results: dict[str, list[dict]], disk_bytes_per_s: float) -> list[str]:
-    lines = [
-        f"disk {disk_bytes_per_s / 1e9:.2f} GB/s (median of the rounds)",
+def summary(results: dict[str, list[dict]], disk_bytes_per_s: float | None) -> list[str]:
+    lines = [] if disk_bytes_per_s is None else [f"disk {disk_bytes_per_s / 1e9:.2f} GB/s (median of the rounds)"]
+    lines += [
         "| row | prefill tokens/s | decode tokens/s | read a token | peak memory | of disk-bound |",
         "|---|---|---|---|---|---|",
     ]
@@ -179,12 +187,17 @@ def summary(results: dict[str, list[dict]], disk_bytes_per_s: float) -> list[str
         decode = median(r["decode_tps"] for r in runs)
         read = peak = bound = ""
         if "decode" in runs[0]:
-            token_bytes = median(r["decode"]["expert_bytes_read"] / r["generated_tokens"] for r in runs)
+            token_bytes = median(r["decode"]["expert_bytes_read"] / max(1, r["generated_tokens"]) for r in runs)
             read = f"{token_bytes / 1e6:.0f} MB"
             peak = f"{max(r['peak_rss_bytes'] for r in runs) / 2**20:.0f} MiB"
-            if token_bytes:
+            if token_bytes and disk_bytes_per_s:
                 bound = f"{decode / (disk_bytes_per_s / token_bytes):.2f}"
         lines.append(f"| {name} | {prefill:.1f} | {decode:.2f} | {read} | {peak} | {bound} |")
+    ours, theirs = results["headrace resident"], results["llama.cpp resident"]
+    for key in ("prefill_tps", "decode_tps"):
+        ratios = [a[key] / b[key] for a, b in zip(ours, theirs, strict=False) if b.get(key)]
+        if ratios:
+            lines.append(f"resident, headrace / llama.cpp, {key.split('_')[0]}: {median(ratios):.2f}")
     return lines
 
 

@@ -8,8 +8,9 @@ references (streaming read, int8 and float products) right before each pass, so 
 slows both. With --trace, routes come from a recorded trace and passes of n tokens hit the experts that n consecutive
 tokens of it hit.
 
-decode   one token at context 512: tokens/s, and the bytes of all weights that it needs over the time, as a share of
-         the read ("of stream").
+decode   one token at contexts 64, 512 and 4,000: tokens/s, and the bytes of all weights that it needs over the time,
+         as a share of the read ("of stream"), without and with the keys and values that it reads; and the attention
+         op alone, by its keys and values.
 prefill  128, 512, 2048 and 4096 tokens: tokens/s, multiply-accumulates as a share of the int8 (float) products.
 passes   n tokens at context 64, the expert op with the deduplicating and with the per-slot kernel: bytes of the
          distinct experts over the op's time (of stream); the whole pass over the time that reading the dense weights
@@ -39,7 +40,7 @@ from headrace.models.families import build_graph
 
 PREFILLS = (128, 512, 2048, 4096)
 PASSES = (1, 2, 3, 4, 6, 8, 12, 16)
-DECODE_CONTEXT, PASS_CONTEXT = 512, 64
+DECODE_CONTEXTS, PASS_CONTEXT = (64, 512, 4000), 64
 QUANTIZED = (DType.Q4_0, DType.Q8_0)
 
 
@@ -135,31 +136,43 @@ class Bench:
     # ---- the three tables
 
     def decode(self) -> list[dict]:
-        session = self.engine.session(replay=self.replay)
-        session.prefill(self.ids(DECODE_CONTEXT))
-        top_k = self.checkpoint.config.num_experts_per_tok
-        needed = self.weights.dense_bytes + top_k * sum(self.weights.record_bytes)
-        seconds, share, by_op = [], [], []
-        for _ in range(8 * self.args.rounds):
-            s, ops, reference = self.timed(lambda: session.step(self.ids(1)[0]))
-            session.rollback(DECODE_CONTEXT)
-            seconds.append(s)
-            share.append(needed / s / reference["stream_bytes_per_s"])
-            by_op.append(ops)
-        session.close()
-        row = {
-            "context": DECODE_CONTEXT,
-            "tps": 1 / median(seconds),
-            "needed_bytes": needed,
-            "of_stream": median(share),
-            "op_ms": op_ms(by_op),
-            "products_share": products_share(by_op),
-        }
-        print(
-            f"decode at context {DECODE_CONTEXT}: {row['tps']:.1f} tokens/s, {row['of_stream']:.2f} of stream, "
-            f"products {row['products_share']:.1%} of a pass"
-        )
-        return [row]
+        config = self.checkpoint.config
+        weights = self.weights.dense_bytes + config.num_experts_per_tok * sum(self.weights.record_bytes)
+        position_bytes = 2 * 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers  # F16
+        rows = []
+        for context in DECODE_CONTEXTS:
+            session = self.engine.session(replay=self.replay)
+            session.prefill(self.ids(context))
+            kv = (context + 1) * position_bytes
+            cells = []
+            for _ in range(8 * self.args.rounds):
+                s, ops, reference = self.timed(lambda session=session: session.step(self.ids(1)[0]))
+                session.rollback(context)
+                stream = reference["stream_bytes_per_s"]
+                shares = weights / s / stream, (weights + kv) / s / stream, kv / ops["attention"] / stream
+                cells.append((s, ops, *shares))
+            session.close()
+            by_op = [cell[1] for cell in cells]
+            rows.append(
+                {
+                    "context": context,
+                    "tps": 1 / median(cell[0] for cell in cells),
+                    "weight_bytes": weights,
+                    "kv_bytes": kv,
+                    "of_stream": median(cell[2] for cell in cells),
+                    "of_stream_with_kv": median(cell[3] for cell in cells),
+                    "attention_of_stream": median(cell[4] for cell in cells),
+                    "op_ms": op_ms(by_op),
+                    "products_share": products_share(by_op),
+                }
+            )
+            row = rows[-1]
+            print(
+                f"decode at context {context}: {row['tps']:.1f} tokens/s, {row['of_stream']:.2f} of stream "
+                f"({row['of_stream_with_kv']:.2f} with keys and values; attention alone "
+                f"{row['attention_of_stream']:.2f}), products {row['products_share']:.1%} of a pass"
+            )
+        return rows
 
     def prefill(self) -> list[dict]:
         rows = []
