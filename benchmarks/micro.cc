@@ -14,6 +14,7 @@
 
 #include "kernels/kernels.h"
 #include "reference.h"
+#include "support/pages.h"
 
 using namespace headrace;
 
@@ -78,7 +79,8 @@ int main(int argc, char** argv) {
   const int first = only_reference ? 2 : 1;
   const unsigned threads = argc > first ? static_cast<unsigned>(std::atoi(argv[first])) : 2;
   const int repeats = argc > first + 1 ? std::atoi(argv[first + 1]) : 5;
-  uint8_t* weights = static_cast<uint8_t*>(std::aligned_alloc(4096, kWeightBytes + 65536));
+  uint8_t* weights = static_cast<uint8_t*>(std::aligned_alloc(kHugePage, kWeightBytes + kHugePage));
+  prefer_huge_pages(weights, kWeightBytes + kHugePage);  // as the engine's weights lie
   std::memset(weights, 1, kWeightBytes);
   if (only_reference) {
     for (int line = 0; line != EOF;) {

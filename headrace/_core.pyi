@@ -320,6 +320,7 @@ class Executor:
         | None = None,
         scores: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order="C", device="cpu")]
         | None = None,
+        per_slot: bool = False,
     ) -> None:
         """
         One pass over n rows. tokens: int32 [n]; sequences: uint32 [n], indices into states, each sequence's rows in order; out_rows: uint32 [m], ascending; logits: float32 [m, vocab], filled. On success the states have grown; on an exception none has. routes: int32 [layers, n, top_k], ascending expert ids that replace the routers' choice, each with weight scaling / top_k. ids, weights, scores: int32, float32, float32 [layers, n, top_k], filled with the routes that were used and the routers' logits of them. HeadraceError("cancelled") if `cancel` was set; a signal handler's exception (KeyboardInterrupt) is raised within some 50 ms.

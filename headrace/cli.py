@@ -33,8 +33,6 @@ app = typer.Typer(
 T = TypeVar("T")
 
 INTERRUPTED = 130
-# More than the longest context holds; a stream without an end is refused here.
-MAX_PROMPT_BYTES = 8 << 20
 
 Model = Annotated[
     str,
@@ -93,22 +91,11 @@ def _read_prompt(text: str | None, file: Path | None) -> str:
         raise typer.BadParameter("give -p or -f, not both", param_hint="-p")
     if text is not None:
         return text
-    if file == Path("-"):
-        file = None
-    elif file is None and sys.stdin.isatty():
+    if file is None and sys.stdin.isatty():
         raise typer.BadParameter("give a prompt: -p TEXT, -f FILE, or standard input", param_hint="-p")
-    name = str(file) if file is not None else "standard input"
-    try:
-        with open(file if file is not None else 0, "rb", closefd=file is not None) as stream:
-            data = stream.read(MAX_PROMPT_BYTES + 1)
-    except OSError as error:
-        raise HeadraceError(f"{name}: {error.strerror}; give a readable text file") from error
-    if len(data) > MAX_PROMPT_BYTES:
-        raise HeadraceError(f"{name}: a prompt of more than {MAX_PROMPT_BYTES} bytes; shorten it")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise HeadraceError(f"{name}: offset {error.start}: not UTF-8; give the prompt as UTF-8 text") from error
+    from headrace.text.files import STDIN, read_text
+
+    return read_text(file if file is not None else STDIN)
 
 
 def _show_version(wanted: bool) -> None:
@@ -417,6 +404,96 @@ def simulate_command(
         _size_bytes(record, "--record"),
         threads,
         json,
+    )
+
+
+@command("trace")
+def trace_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A GGUF file, a Hugging Face directory, a store, or `tiny`.", show_default=False),
+    ] = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[FILE]...",
+            readable=False,
+            help="Texts, each a sequence of its own; - is standard input.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="T", readable=False, help="The trace to write.")
+    ] = None,
+    num_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "-n", "--num-tokens", min=1, help="Treat each FILE as a prompt and generate so many tokens first."
+        ),
+    ] = None,
+    memory: Memory = None,
+    threads: Threads = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "-c", "--context", min=1, help="Longer texts are cut into sequences. Default: at most the model's limit."
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temp", min=0.0, help="With -n: temperature; 0 is greedy. Default: the model's.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", help="With -n: nucleus. Default: the model's.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="With -n: seed for sampling.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="With -n: do not apply the chat template.")] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="T", readable=False, help="Report on a trace instead of recording one."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="PNG", readable=False, help="With --report: plot it too.")
+    ] = None,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="With --report: read an unfinished trace up to its last whole block.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Record the routing of texts, or report on a recorded trace: reuse, unions, expert shares, working sets."""
+    recording = [model, *(files or []), output, num_tokens, memory, threads, context, temperature, top_p, seed]
+    if report is not None:
+        if raw or any(given is not None for given in recording):
+            raise typer.BadParameter("takes no model, text or -o: it reads a trace", param_hint="--report")
+        from headrace.commands.trace_report import report_trace
+
+        report_trace(report, plot, partial, json)
+        return
+    if plot is not None or partial:
+        raise typer.BadParameter("goes with --report", param_hint="--plot" if plot is not None else "--partial")
+    if model is None or not files:
+        raise typer.BadParameter("give MODEL and FILE, or --report T", param_hint="MODEL FILE")
+    if output is None:
+        raise typer.BadParameter("give the trace to write", param_hint="-o")
+    for name, given in (("--temp", temperature), ("--top-p", top_p), ("--seed", seed), ("--raw", raw or None)):
+        if given is not None and num_tokens is None:
+            raise typer.BadParameter("goes with -n", param_hint=name)
+    if top_p is not None and not 0 < top_p <= 1:
+        raise typer.BadParameter(f"{top_p} is not above 0 and at most 1", param_hint="--top-p")
+    from headrace.commands.trace import TraceOptions, record
+
+    record(
+        TraceOptions(
+            model=model,
+            files=files,
+            output=output,
+            max_tokens=num_tokens,
+            memory_bytes=_memory_bytes(memory),
+            num_threads=threads,
+            context=context,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            raw=raw,
+            json=json,
+        )
     )
 
 

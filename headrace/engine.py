@@ -127,7 +127,8 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
 
     def scratch_bytes(rows: int) -> int:
         out_rows = min(rows, options.max_out_rows)
-        routing = 3 * 4 * math.prod(_routing_shape(checkpoint, rows)) if options.record_routing else 0
+        # ids, weights and scores, and as much again for what an observer makes of them.
+        routing = 2 * 3 * 4 * math.prod(_routing_shape(checkpoint, rows)) if options.record_routing else 0
         return plan_buffers(_graph_for(checkpoint, rows, options), rows, out_rows)[1] + routing
 
     needs = Needs(
@@ -421,6 +422,7 @@ class Session:
             engine._before_pass()
             shape = _routing_shape(engine.checkpoint, len(tokens))
             kept = [b[: math.prod(shape)].reshape(shape) for b in engine._routing_buffers if self._observe]
+            ids, weights, scores = kept or (None, None, None)
             before, start = engine.counters(), time.perf_counter()
             engine._executor.run(
                 np.asarray(tokens, np.int32),
@@ -430,7 +432,9 @@ class Session:
                 logits,
                 None,
                 routes,
-                *(kept or (None, None, None)),
+                ids,
+                weights,
+                scores,
                 self.per_slot,
             )
             figures.add(len(tokens), time.perf_counter() - start, before, engine.counters())

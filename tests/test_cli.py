@@ -187,7 +187,7 @@ def test_verify_and_its_failure(store, tmp_path):
 
 
 def test_help_of_every_command():
-    for command in ("run", "inspect", "pack", "verify", "bench"):
+    for command in ("run", "inspect", "pack", "verify", "bench", "trace"):
         done = headrace(command, "--help")
         assert done.returncode == 0 and "Usage" in done.stdout
 

@@ -89,6 +89,7 @@ GOOD = '{"tok": 1, "layers": [[1, 5], [0, 7]]}\n'
         (GOOD + '{"layers": [[1, 5], [0, 8]]}', "line 2: layer 1: expert 8, expected ids of 0 to 7"),
         ('{"layers": [[0, 70000]]}', "line 1: layer 0: expert 70000, expected ids of 0 to 65535"),
         ("x" * (traces.MAX_LINE_BYTES + 1), "line 1: more than"),
+        (json.dumps({"layers": [[0]] * 1025}), "line 1: 1025 layers, expected at most 1024"),
     ],
 )
 def test_hostile_jsonl_is_refused_by_file_and_line(tmp_path, text, message):
@@ -98,6 +99,16 @@ def test_hostile_jsonl_is_refused_by_file_and_line(tmp_path, text, message):
         list(open_trace(path, 8).blocks())
     assert str(error.value).startswith(f"{path}: ") and message in str(error.value)
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+def test_a_cut_line_ends_a_partial_reading(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text(GOOD * 3 + GOOD[:20])
+    blocks = list(open_trace(path, partial=True).blocks())
+    assert [len(b.ids) for b in blocks] == [3]
+    path.write_text(GOOD[:20])
+    with pytest.raises(HeadraceError, match="holds no tokens"):
+        open_trace(path, partial=True)
 
 
 def test_files_that_are_no_files(tmp_path):

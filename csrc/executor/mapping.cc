@@ -8,6 +8,7 @@
 
 #include "experts/expert_source.h"
 #include "support/error.h"
+#include "support/pages.h"
 
 namespace headrace {
 
@@ -20,25 +21,22 @@ namespace {
 
 }  // namespace
 
-Mapping::Mapping(uint64_t bytes) : size_bytes_(round_up(bytes, kPage)) {
+Mapping::Mapping(uint64_t bytes) : size_bytes_(round_up(bytes, kPage)), reserved_bytes_(size_bytes_ + kHugePage) {
   if (size_bytes_ == 0) return;
-  void* p = mmap(nullptr, size_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* p = mmap(nullptr, reserved_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) fail("cannot reserve", size_bytes_, errno);
-  data_ = static_cast<uint8_t*>(p);
+  reserved_ = static_cast<uint8_t*>(p);
+  data_ = reserved_ + (kHugePage - reinterpret_cast<uint64_t>(reserved_) % kHugePage) % kHugePage;
+  madvise(reserved_, reserved_bytes_, MADV_NOHUGEPAGE);
+  prefer_huge_pages(data_, size_bytes_);
 }
 
 Mapping::~Mapping() {
-  if (data_ != nullptr) munmap(data_, size_bytes_);
+  if (reserved_ != nullptr) munmap(reserved_, reserved_bytes_);
 }
 
 void Mapping::commit() {
-  if (size_bytes_ == 0) return;
-#ifdef MADV_POPULATE_WRITE
-  if (madvise(data_, size_bytes_, MADV_POPULATE_WRITE) == 0) return;
-  if (errno != EINVAL) fail("cannot commit", size_bytes_, errno);
-#endif
-  // Kernels before 5.14: a write to each page.
-  for (uint64_t at = 0; at < size_bytes_; at += kPage) static_cast<volatile uint8_t*>(data_)[at] = 0;
+  if (const int error = commit_pages(data_, size_bytes_)) fail("cannot commit", size_bytes_, error);
 }
 
 }  // namespace headrace

@@ -1,4 +1,4 @@
-// Anonymous memory of the process: zeroed, page-aligned, given back as a whole.
+// Anonymous memory of the process: zeroed, in huge pages where they fit, given back as a whole.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,10 @@ class Mapping {
   uint64_t size_bytes() const { return size_bytes_; }
 
  private:
-  uint8_t* data_ = nullptr;
+  uint8_t* data_ = nullptr;  // the first whole huge page of what is reserved
   uint64_t size_bytes_;
+  uint8_t* reserved_ = nullptr;
+  uint64_t reserved_bytes_;
 };
 
 }  // namespace headrace

@@ -3,12 +3,14 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <string>
 
 #include "experts/expert_source.h"
 #include "support/error.h"
+#include "support/pages.h"
 
 namespace headrace {
 
@@ -21,37 +23,27 @@ Arena::Arena(uint32_t num_slots, uint64_t stride_bytes) : stride_bytes_(stride_b
   if (__builtin_mul_overflow(num_slots, stride_bytes, &bytes)) {
     errno = ENOMEM;
   } else {
-    base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    reserved_bytes_ = bytes + kHugePage;
+    base = mmap(nullptr, reserved_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   }
   if (base == MAP_FAILED) {
     throw Error("expert arena: cannot reserve address space for " + std::to_string(num_slots) + " slots of " +
                 std::to_string(stride_bytes) + " bytes: " + std::strerror(errno));
   }
-  base_ = static_cast<uint8_t*>(base);
-  // A huge page would commit memory that no slot asked for.
-  madvise(base_, bytes, MADV_NOHUGEPAGE);
+  reserved_ = static_cast<uint8_t*>(base);
+  base_ = reserved_ + (kHugePage - reinterpret_cast<uint64_t>(reserved_) % kHugePage) % kHugePage;
+  madvise(reserved_, reserved_bytes_, MADV_NOHUGEPAGE);  // until grow() asks for them
 }
 
-Arena::~Arena() { munmap(base_, committed_.size() * stride_bytes_); }
+Arena::~Arena() { munmap(reserved_, reserved_bytes_); }
 
 void Arena::grow(uint32_t slot, uint64_t bytes) {
   const uint64_t have = committed_[slot];
   if (bytes <= have) return;
   uint8_t* begin = this->slot(slot) + have;
   const uint64_t more = bytes - have;
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
-  int rc = 0;
-  do {
-    rc = madvise(begin, more, MADV_POPULATE_WRITE);
-  } while (rc != 0 && (errno == EAGAIN || errno == EINTR));
-  if (rc != 0 && errno == EINVAL) {  // before Linux 5.14
-    for (uint64_t i = 0; i < more; i += kPage) *static_cast<volatile uint8_t*>(begin + i) = 0;
-    rc = 0;
-  }
-  if (rc != 0) {
-    const int error = errno;
+  prefer_huge_pages(begin, more);
+  if (const int error = commit_pages(begin, more)) {
     madvise(begin, more, MADV_DONTNEED);  // some of the pages may have come
     throw Error("expert arena: the system refused " + std::to_string(more) + " bytes with " +
                 std::to_string(total_committed_bytes_) + " committed: " + std::strerror(error) +
@@ -59,11 +51,27 @@ void Arena::grow(uint32_t slot, uint64_t bytes) {
   }
   committed_[slot] = bytes;
   total_committed_bytes_ += more;
+  // Huge pages that this completed together with what lies before or after.
+  const uint64_t first = static_cast<uint64_t>(begin - base_) / kHugePage * kHugePage;
+  const uint64_t last = static_cast<uint64_t>(begin + more - 1 - base_) / kHugePage * kHugePage;
+  for (const uint64_t at : {first, last}) {
+    const bool was_asked_for = base_ + at >= begin && at + kHugePage <= static_cast<uint64_t>(begin + more - base_);
+    if (!was_asked_for && is_committed(at, at + kHugePage)) merge_into_huge_page(base_ + at);
+    if (first == last) break;
+  }
+}
+
+bool Arena::is_committed(uint64_t begin, uint64_t end) const {
+  if (end > committed_.size() * stride_bytes_) return false;
+  for (uint64_t slot = begin / stride_bytes_; slot * stride_bytes_ < end; ++slot)
+    if (committed_[slot] < std::min(end - slot * stride_bytes_, stride_bytes_)) return false;
+  return true;
 }
 
 void Arena::trim(uint32_t slot, uint64_t bytes) {
   const uint64_t have = committed_[slot];
   if (bytes >= have) return;
+  prefer_small_pages(this->slot(slot) + bytes, have - bytes);
   madvise(this->slot(slot) + bytes, have - bytes, MADV_DONTNEED);
   committed_[slot] = bytes;
   total_committed_bytes_ -= have - bytes;

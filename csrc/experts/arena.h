@@ -27,7 +27,11 @@ class Arena {
   void trim(uint32_t slot, uint64_t bytes);
 
  private:
-  uint8_t* base_ = nullptr;
+  bool is_committed(uint64_t begin, uint64_t end) const;  // offsets from base_
+
+  uint8_t* reserved_ = nullptr;
+  uint64_t reserved_bytes_ = 0;
+  uint8_t* base_ = nullptr;  // the first whole huge page of what is reserved
   uint64_t stride_bytes_;
   uint64_t total_committed_bytes_ = 0;
   std::vector<uint64_t> committed_;

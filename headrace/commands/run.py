@@ -81,7 +81,7 @@ def run(options: RunOptions) -> None:
         _core.exit_on_interrupt(False)  # from here on a pass notices it
         session = engine.session()
         start = time.perf_counter()
-        logits = session.prefill(prompt_ids, _show_prefill if sys.stderr.isatty() and not options.json else None)
+        logits = session.prefill(prompt_ids, prefill_progress if sys.stderr.isatty() and not options.json else None)
         generation = Generation(
             session,
             logits,
@@ -133,7 +133,7 @@ def _last_line(report: dict, session: Session, is_sampled: bool) -> str:
     return figures_line(report, session) + seed + stopped
 
 
-def _show_prefill(done: int, total: int) -> None:
+def prefill_progress(done: int, total: int) -> None:
     """One line on a terminal, rewritten, and removed at the end."""
     if done < total:
         print(f"\rprefill {done}/{total} tokens", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,305 @@
+"""The trace format: routing of a run in blocks of whole tokens, compressed and checked (docs/traces.md, byte by byte).
+
+A TraceWriter writes FILE.partial and renames it to FILE once the end block stands, so FILE is always whole. What a
+killed writer leaves is readable up to its last whole block, for whoever says that a part will do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from headrace import _core
+from headrace.errors import HeadraceError
+from headrace.experts.traces import MAX_EXPERTS, MAX_LAYERS, Block, ModelIdentity, Trace
+from headrace.formats.checkpoint import Checkpoint
+from headrace.formats.header import opened, read_at
+from headrace.models.fields import Fields
+from headrace.reference import read_tensor
+
+MAGIC = b"HRTRACE\0"
+VERSION = 1
+HEADER = struct.Struct("<8sIII")  # magic, version, bytes of JSON, CRC-32C of these 16 bytes and the JSON
+BLOCK = struct.Struct("<4sIII")  # magic, kind, bytes of payload, CRC-32C of these 12 bytes and the payload
+BLOCK_MAGIC = b"HRBK"
+KIND_END, KIND_TOKENS = 0, 1
+TOKENS = struct.Struct("<IIII")  # tokens, sequence, position of the first, bytes of the compressed routes
+END = struct.Struct("<QQ")  # tokens, sequences
+
+BLOCK_TOKENS = 256
+MAX_BLOCK_ROUTES = 1 << 22  # tokens * layers * top_k of one block: what reading it takes is bounded
+MAX_TOKEN_ROUTES = 1 << 20
+MAX_PAYLOAD_BYTES = 64 << 20
+MAX_JSON_BYTES = 1 << 20
+FLOAT16_MAX = 65504
+
+
+def identify(checkpoint: Checkpoint) -> ModelIdentity:
+    """fingerprint: SHA-256 (its first 16 hex digits) of the shape and all routers as floats, so that a GGUF and the
+    store packed from it are one model and a fine-tuned one is another."""
+    c = checkpoint.config
+    digest = hashlib.sha256()
+    digest.update(
+        json.dumps([c.model_type, c.hidden_size, c.num_hidden_layers, c.num_experts, c.num_experts_per_tok]).encode()
+    )
+    for layer in range(c.num_hidden_layers):
+        name = f"blk.{layer}.ffn_gate_inp.weight"
+        if name in checkpoint.tensors:
+            digest.update(np.ascontiguousarray(read_tensor(checkpoint, name), "<f4").tobytes())
+    return ModelIdentity(checkpoint.name, c.model_type, digest.hexdigest()[:16])
+
+
+def partial_path(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+def check_destination(path: Path) -> None:
+    """Refuses a trace that exists, one that is being written, and a directory that does not exist."""
+    partial = partial_path(path)
+    if os.path.lexists(path):
+        raise HeadraceError(f"{path}: exists already; remove it or give another name")
+    if os.path.lexists(partial):
+        raise HeadraceError(
+            f"{partial}: exists already: another run writes it, or an interrupted one left it; remove or rename it"
+        )
+    if not path.absolute().parent.is_dir():
+        raise HeadraceError(f"{path.absolute().parent}: no such directory to write the trace in; make it first")
+
+
+class TraceWriter:
+    """Use as a context manager: leaving it normally completes the file; an exception leaves FILE.partial with all whole
+    blocks, or nothing if there are none."""
+
+    def __init__(self, path: Path, model: ModelIdentity, num_layers: int, num_experts: int, top_k: int):
+        check_destination(path)
+        self.path, self.partial = path, partial_path(path)
+        self.num_tokens = 0  # in whole blocks on disk
+        self._shape = (num_layers, top_k)
+        self._id_type = _id_type(num_experts)
+        self._block_tokens = min(BLOCK_TOKENS, MAX_BLOCK_ROUTES // (num_layers * top_k))
+        self._sequence = self._first = 0
+        self._rows: list[tuple[np.ndarray, ...]] = []  # tokens, ids, weights, scores of rows not yet on disk
+        self._num_rows = 0
+        text = json.dumps(
+            {"model": asdict(model), "num_layers": num_layers, "num_experts": num_experts, "top_k": top_k}
+        ).encode()
+        head = HEADER.pack(MAGIC, VERSION, len(text), 0)[:16]
+        try:
+            self._fd = os.open(self.partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except OSError as e:
+            raise HeadraceError(f"{self.partial}: cannot be written: {e.strerror}") from None
+        try:
+            self._write(head + struct.pack("<I", _crc(head + text)) + text)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def add(self, tokens: list[int], ids: np.ndarray, weights: np.ndarray, scores: np.ndarray) -> None:
+        """The sequence's next tokens. ids: integers [layers, n, top_k]; weights, scores: floats of that shape. All are
+        copied."""
+        values = (np.clip(v, -FLOAT16_MAX, FLOAT16_MAX).astype("<f2") for v in (weights, scores))
+        self._rows.append((np.array(tokens, "<u4"), ids.astype(self._id_type), *values))
+        self._num_rows += len(tokens)
+        while self._num_rows >= self._block_tokens:
+            self._flush(self._block_tokens)
+
+    def end_sequence(self) -> None:
+        """What follows has nothing to do with what went before."""
+        self._flush(self._num_rows)
+        if self._first:
+            self._sequence, self._first = self._sequence + 1, 0
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is not None:
+            self._abandon()
+            return
+        try:
+            self.end_sequence()
+            self._write_block(KIND_END, END.pack(self.num_tokens, self._sequence))
+            os.fsync(self._fd)
+            os.rename(self.partial, self.path)
+        except OSError as e:
+            self._abandon()
+            raise HeadraceError(f"{self.path}: cannot be written: {e.strerror}") from None
+        except BaseException:
+            self._abandon()
+            raise
+        os.close(self._fd)
+
+    def _abandon(self) -> None:
+        os.close(self._fd)
+        if not self.num_tokens:
+            self.partial.unlink(missing_ok=True)
+
+    def _flush(self, num_rows: int) -> None:
+        """Writes the first num_rows of the rows that wait as a block."""
+        if not num_rows:
+            return
+        tokens, ids, weights, scores = (
+            np.concatenate(part, axis=0 if i == 0 else 1) for i, part in enumerate(zip(*self._rows, strict=True))
+        )
+        rest = (tokens[num_rows:], *(part[:, num_rows:] for part in (ids, weights, scores)))
+        routes = zlib.compress(tokens[:num_rows].tobytes() + ids[:, :num_rows].tobytes())
+        values = zlib.compress(weights[:, :num_rows].tobytes() + scores[:, :num_rows].tobytes())
+        head = TOKENS.pack(num_rows, self._sequence, self._first, len(routes))
+        self._write_block(KIND_TOKENS, head + routes + values)
+        self._rows, self._num_rows = [rest], self._num_rows - num_rows
+        self._first += num_rows
+        self.num_tokens += num_rows
+
+    def _write_block(self, kind: int, payload: bytes) -> None:
+        head = BLOCK.pack(BLOCK_MAGIC, kind, len(payload), 0)[:12]
+        self._write(head + struct.pack("<I", _crc(head + payload)) + payload)
+
+    def _write(self, data: bytes) -> None:
+        done = 0
+        while done < len(data):
+            try:
+                done += os.write(self._fd, data[done:])
+            except OSError as e:
+                raise HeadraceError(
+                    f"{self.partial}: cannot be written: {e.strerror}; it holds the first {self.num_tokens} tokens"
+                ) from None
+
+
+class RecordedTrace(Trace):
+    """A file of this format. partial: reads an unfinished or damaged one up to its last whole block."""
+
+    def __init__(self, path: Path, partial: bool = False):
+        self.path, self._partial = path, partial
+        self.num_experts: int
+        self._end = self._num_sequences = 0  # where the end block stands and what it says, if there is one
+        with opened(path) as (fd, size):
+            self._begin = self._read_header(fd, size)
+            end = size - BLOCK.size - END.size
+            if end >= self._begin:
+                found = self._block(fd, end, size)
+                if found is not None and found[0] == KIND_END and len(found[1]) == END.size:
+                    self.num_tokens, self._num_sequences = END.unpack(found[1])
+                    self._end = end
+        if self.num_tokens is None and not partial:
+            raise HeadraceError(
+                f"{path}: has no end: its recording was cut off, or the file was; record it again "
+                "(`headrace trace --report --partial` reads its whole blocks)"
+            )
+
+    def blocks(self, values: bool = True) -> Iterator[Block]:
+        at, sequence, first, num_tokens = self._begin, -1, 0, 0  # of the block before: where it stood and ended
+        with opened(self.path) as (fd, size):
+            limit = size if self.num_tokens is None else self._end
+            while at < limit:
+                found = self._block(fd, at, limit)
+                if found is None:
+                    if self._partial:
+                        return
+                    raise HeadraceError(f"{self.path}: offset {at}: damaged: not a whole block; record it again")
+                kind, payload = found
+                if kind == KIND_TOKENS:
+                    block = self._tokens(payload, at, values)
+                    place = (block.sequence, block.first)
+                    if place != (sequence + 1, 0) and (place != (sequence, first) or not first):
+                        raise self._wrong(at, f"position {block.first} of sequence {block.sequence} is out of order")
+                    sequence, first = block.sequence, block.first + len(block.ids)
+                    num_tokens += len(block.ids)
+                    yield block
+                at += BLOCK.size + len(payload)
+        if self.num_tokens is not None and (num_tokens, sequence + 1) != (self.num_tokens, self._num_sequences):
+            raise self._wrong(
+                limit,
+                f"{num_tokens} tokens in {sequence + 1} sequences, its end says {self.num_tokens} in "
+                f"{self._num_sequences}",
+            )
+
+    def _read_header(self, fd: int, size: int) -> int:
+        """Sets the shape; returns the offset of the first block."""
+        where = f"{self.path}: header"
+        if size < HEADER.size:
+            raise HeadraceError(f"{self.path}: truncated: expected a header of {HEADER.size} bytes, found {size}")
+        head = read_at(fd, HEADER.size, 0, self.path)
+        _, version, json_bytes, crc = HEADER.unpack(head)
+        if version != VERSION:
+            raise HeadraceError(
+                f"{self.path}: trace format version {version}, this headrace reads version {VERSION}; "
+                "use the headrace that wrote it, or record it again"
+            )
+        if json_bytes > min(MAX_JSON_BYTES, size - HEADER.size):
+            raise HeadraceError(f"{where}: {json_bytes} bytes of JSON in a file of {size}; record it again")
+        text = read_at(fd, json_bytes, HEADER.size, self.path)
+        if _crc(head[:16] + text) != crc:
+            raise HeadraceError(f"{where}: damaged: its checksum does not hold; record it again")
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError):
+            values = None
+        if type(values) is not dict:
+            raise HeadraceError(f"{where}: expected a JSON object; record it again")
+        fields = Fields(values, where)
+        model = fields.fields("model")
+        self.model = ModelIdentity(model.text("name"), model.text("architecture"), model.text("fingerprint"))
+        self.num_experts = fields.integer("num_experts", high=MAX_EXPERTS)
+        self.num_layers = fields.integer("num_layers", high=MAX_LAYERS)
+        self.top_k = fields.integer("top_k", high=min(self.num_experts, MAX_TOKEN_ROUTES // self.num_layers))
+        return HEADER.size + json_bytes
+
+    def _block(self, fd: int, at: int, limit: int) -> tuple[int, bytes] | None:
+        """(kind, payload) of the block at an offset; None if it is not whole."""
+        if at + BLOCK.size > limit:
+            return None
+        head = read_at(fd, BLOCK.size, at, self.path)
+        magic, kind, nbytes, crc = BLOCK.unpack(head)
+        if magic != BLOCK_MAGIC or nbytes > min(MAX_PAYLOAD_BYTES, limit - at - BLOCK.size):
+            return None
+        payload = read_at(fd, nbytes, at + BLOCK.size, self.path)
+        return (kind, payload) if _crc(head[:12] + payload) == crc else None
+
+    def _tokens(self, payload: bytes, at: int, values: bool) -> Block:
+        if len(payload) < TOKENS.size:
+            raise self._wrong(at, f"a block of {len(payload)} bytes")
+        n, sequence, first, routes_bytes = TOKENS.unpack_from(payload)
+        num_routes = n * self.num_layers * self.top_k
+        if not 1 <= num_routes <= MAX_BLOCK_ROUTES or routes_bytes > len(payload) - TOKENS.size:
+            raise self._wrong(at, f"{n} tokens, {routes_bytes} bytes of routes in a block of {len(payload)}")
+        shape, id_type = (self.num_layers, n, self.top_k), np.dtype(_id_type(self.num_experts))
+        middle = TOKENS.size + routes_bytes
+        routes = self._inflate(payload[TOKENS.size : middle], 4 * n + id_type.itemsize * num_routes, at)
+        ids = np.frombuffer(routes, id_type, num_routes, 4 * n).reshape(shape).transpose(1, 0, 2).astype(np.uint16)
+        if ids.max() >= self.num_experts or (ids[..., 1:] <= ids[..., :-1]).any():
+            raise self._wrong(at, f"expert ids that do not ascend below {self.num_experts}")
+        weights = scores = None
+        if values:
+            floats = np.frombuffer(self._inflate(payload[middle:], 4 * num_routes, at), "<f2").astype(np.float32)
+            weights, scores = floats.reshape(2, *shape).transpose(0, 2, 1, 3)
+        return Block(ids, weights, scores, np.frombuffer(routes, "<u4", n).astype(np.int64), sequence, first)
+
+    def _inflate(self, data: bytes, nbytes: int, at: int) -> bytes:
+        stream = zlib.decompressobj()
+        try:
+            out = stream.decompress(data, nbytes + 1)
+        except zlib.error as e:
+            raise self._wrong(at, f"compressed data: {e}") from None
+        if len(out) != nbytes or not stream.eof or stream.unused_data:
+            raise self._wrong(at, f"compressed data that does not hold {nbytes} bytes")
+        return out
+
+    def _wrong(self, at: int, what: str) -> HeadraceError:
+        return HeadraceError(f"{self.path}: offset {at}: {what}; record it again")
+
+
+def _id_type(num_experts: int) -> str:
+    return "<u1" if num_experts <= 256 else "<u2"
+
+
+def _crc(data: bytes) -> int:
+    return _core.crc32c(data, 0)
