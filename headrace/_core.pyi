@@ -195,6 +195,9 @@ class Simulator:
     def end_pass(self) -> None:
         """What is fed next begins a pass of its own."""
 
+    def resize(self, capacity_bytes: int) -> None:
+        """From the pass on that is being fed."""
+
     def finish(self) -> None:
         """The trace is over."""
 

@@ -18,7 +18,8 @@ from headrace.commands.bench import future_passes
 from headrace.engine import Engine, EngineOptions
 from headrace.errors import HeadraceError
 from headrace.experts.simulate import POLICIES, Simulation, parse_policy, read_shape, simulate
-from headrace.experts.traces import load_replay, open_trace
+from headrace.experts.trace_file import TraceWriter
+from headrace.experts.traces import ModelIdentity, load_replay, open_trace
 from headrace.formats import open_checkpoint
 from headrace.formats.pack import pack_store
 
@@ -500,6 +501,28 @@ def test_bench_and_run_take_a_policy(store, tmp_path):
         assert json.loads(done.stdout)["policy"] == policy
     done = headrace("run", "tiny", "-p", "And", "-n", 4, "--policy", "markov", "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["policy"] == "markov", done.stderr
+
+
+def test_a_recorded_trace_knows_its_shape_and_its_sequences(tmp_path):
+    ids = random_ids(19, LAYERS, EXPERTS, TOP_K)
+    recorded, values = tmp_path / "t.trace", np.zeros((LAYERS, 10, TOP_K), np.float32)
+    with TraceWriter(recorded, ModelIdentity("model", "olmoe", "0"), LAYERS, EXPERTS, TOP_K) as writer:
+        for part in (ids[:10], ids[10:]):
+            n = len(part)
+            writer.add([0] * n, part.transpose(1, 0, 2), values[:, :n], values[:, :n])
+            writer.end_sequence()
+    opened = open_trace(recorded)
+    opened.blocks = None  # its header says all there is to know
+    shape = read_shape(opened)
+    assert (shape.num_experts, shape.num_tokens, shape.top_k) == ((EXPERTS,) * LAYERS, 19, TOP_K)
+    rows = {}
+    for path in (recorded, write_jsonl(tmp_path / "t.jsonl", ids)):
+        for window in (1, 4):
+            settings = Simulation(prompt_tokens=2, window=window)
+            (rows[path, window],) = simulate(open_trace(path), shape, [parse_policy("lru")], [0.5], settings)
+    jsonl = tmp_path / "t.jsonl"
+    assert rows[recorded, 1] == rows[jsonl, 1]
+    assert (rows[recorded, 4]["passes"], rows[jsonl, 4]["passes"]) == (3 + 3, 5)
 
 
 def test_read_shape_and_simulate_as_a_library(trace):

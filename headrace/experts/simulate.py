@@ -91,14 +91,16 @@ class Simulation:
 
 
 def read_shape(trace: Trace, num_experts: int | None = None) -> Shape:
-    """Reads the trace once for its length, and for the number of experts if neither it nor the caller knows."""
-    largest, num_tokens = -1, 0
-    for block in trace.blocks():
-        num_tokens += len(block.ids)
-        largest = max(largest, int(block.ids.max(initial=0)))
-    experts = num_experts or trace.num_experts or largest + 1
-    if largest >= experts:
-        raise HeadraceError(f"{trace.path}: has a route to expert {largest}, expected fewer than {experts} experts")
+    """From the trace's header, or where that does not say (JSONL), from reading it once."""
+    experts, num_tokens = num_experts or trace.num_experts, trace.num_tokens
+    if experts is None or num_tokens is None:
+        largest, num_tokens = -1, 0
+        for block in trace.blocks(values=False):
+            num_tokens += len(block.ids)
+            largest = max(largest, int(block.ids.max(initial=0)))
+        experts = experts or largest + 1
+        if largest >= experts:
+            raise HeadraceError(f"{trace.path}: has a route to expert {largest}, expected fewer than {experts} experts")
     return Shape((experts,) * trace.num_layers, None, trace.top_k, num_tokens)
 
 
@@ -145,13 +147,21 @@ def simulate(
     """One row for each policy and residency, all in one reading of the trace. docs/policies.md says what they hold."""
     runs = [(p, r, slots_for(r, shape)) for p in policies for r in residencies]
     simulators = [make_simulator(policy, slots, shape, settings) for policy, _, slots in runs]
+
+    def feed(simulator: _core.Simulator, ids: np.ndarray, begins_sequence: bool) -> None:
+        if begins_sequence:  # a pass holds tokens of one sequence
+            simulator.end_pass()
+        simulator.feed(ids)
+
     fed: list[Future[None]] = []
+    sequence = 0
     with ThreadPoolExecutor(num_threads) as pool:
-        for block in trace.blocks():  # is read while the one before is simulated
+        for block in trace.blocks(values=False):  # is read while the one before is simulated
             ids = np.ascontiguousarray(block.ids, np.int32)
             for future in fed:
                 future.result()
-            fed = [pool.submit(simulator.feed, ids) for simulator in simulators]
+            fed = [pool.submit(feed, simulator, ids, block.sequence != sequence) for simulator in simulators]
+            sequence = block.sequence
         for future in fed:
             future.result()
         for future in [pool.submit(simulator.finish) for simulator in simulators]:
