@@ -329,7 +329,7 @@ class Session:
         self.engine, self._state, self._closed = engine, state, False
         self._replay, self._observe = replay, observe
         self.per_slot = False  # of the passes to come: a weight read per route, instead of one per distinct expert
-        self._logits = np.empty((engine.program.max_out_rows, engine.config.vocab_size), np.float32)
+        self._logits = np.empty((1, engine.config.vocab_size), np.float32)
         self.prefill_figures, self.decode_figures = Figures(), Figures()
 
     @property
@@ -355,17 +355,18 @@ class Session:
         with self._all_or_nothing():
             for i, chunk in enumerate(chunks[:-1]):
                 progress(i * rows, len(tokens))
-                self._pass(chunk, [], self.prefill_figures)
+                self._pass(chunk, [], self._logits[:0], self.prefill_figures)
             progress((len(chunks) - 1) * rows, len(tokens))
-            logits = self._pass(chunks[-1], [len(chunks[-1]) - 1], self.prefill_figures)[0]
+            self._pass(chunks[-1], [len(chunks[-1]) - 1], self._logits[:1], self.prefill_figures)
             progress(len(tokens), len(tokens))
-            return logits
+            return self._logits[0]
 
     def step(self, token: int) -> np.ndarray:
         """One decode step. Returns logits [vocab_size], valid until the session's next pass."""
         self._check([token])
         with self._all_or_nothing():
-            return self._pass([token], [0], self.decode_figures)[0]
+            self._pass([token], [0], self._logits[:1], self.decode_figures)
+            return self._logits[0]
 
     def verify(self, tokens: list[int]) -> np.ndarray:
         """Logits of every row, [len(tokens), vocab_size]: one pass for each max_out_rows tokens, all or none."""
@@ -375,7 +376,7 @@ class Session:
         with self._all_or_nothing():
             for i in range(0, len(tokens), rows):
                 chunk = tokens[i : i + rows]
-                logits[i : i + rows] = self._pass(chunk, list(range(len(chunk))), self.decode_figures)
+                self._pass(chunk, list(range(len(chunk))), logits[i : i + rows], self.decode_figures)
         return logits
 
     def close(self) -> None:
@@ -412,9 +413,9 @@ class Session:
                 f"{self._state.capacity} positions are taken; give a larger -c"
             )
 
-    def _pass(self, tokens: list[int], out_rows: list[int], figures: Figures) -> np.ndarray:
+    def _pass(self, tokens: list[int], out_rows: list[int], logits: np.ndarray, figures: Figures) -> None:
+        """One pass; logits [len(out_rows), vocab_size] is filled."""
         engine = self.engine
-        logits = self._logits[: len(out_rows)]
         first = self._state.length
         routes = self._replay.rows(first, len(tokens)) if self._replay is not None else None
         with engine._lock:
@@ -440,7 +441,6 @@ class Session:
             figures.add(len(tokens), time.perf_counter() - start, before, engine.counters())
             if self._observe is not None:
                 self._observe(Routing(first, *kept))
-        return logits
 
 
 def load_weights(checkpoint: Checkpoint, graph: Graph, program: _core.Program) -> _core.Weights:

@@ -346,7 +346,7 @@ void float_matmul(const Matrix& w, const void* const* x, uint32_t n, float* cons
   constexpr uint32_t kStep = 128;  // columns that several groups share: 4 tiles of them are 16 KB as BF16
   constexpr uint32_t kGathered = kGroups * kTokens * kStep;
   alignas(64) float gathered[kGathered];
-  const size_t tile_stride = tile_bytes(w.type, w.cols);
+  const size_t tile_stride = size_t{w.cols} * kTileRows * Element::kBytes;
 
   const Division parts(n, kGroups * kTokens);
   for (uint32_t part = 0; part < parts.count; ++part) {
