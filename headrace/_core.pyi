@@ -308,6 +308,12 @@ class Executor:
     def __init__(self, program: Program, weights: Weights, experts: ExpertMemory | None, num_threads: int) -> None:
         """num_threads counts the caller. Commits the program's scratch."""
 
+    @staticmethod
+    def overhead_bytes(program: Program, num_threads: int) -> int:
+        """
+        Bytes that such an executor commits beside the program's scratch and its threads' stacks.
+        """
+
     def run(
         self,
         tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],

@@ -134,7 +134,8 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
     needs = Needs(
         trunk_bytes=_core.Weights.resident_bytes(program),
         state_bytes=options.sessions * _core.SessionState.bytes(program, options.context, int(options.kv_dtype)),
-        overhead_bytes=_core.ExpertMemory.overhead_bytes(source, options.loader_threads, options.policy),
+        overhead_bytes=_core.ExpertMemory.overhead_bytes(source, options.loader_threads, options.policy)
+        + _core.Executor.overhead_bytes(program, num_threads),
         logits_bytes=(4 * options.max_out_rows * options.sessions + LOGITS_BYTES_PER_ENTRY) * config.vocab_size,
         num_threads=num_threads + options.loader_threads,
         largest_record_bytes=_largest_record_bytes(checkpoint, source),

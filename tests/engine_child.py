@@ -5,7 +5,7 @@
 Keys: threads, tokens (ids), splits (lists of pass lengths; one session each), generate (greedy tokens after the
 last split), prompts (lists of ids; each is prefilled and decoded greedily in turn), kv, direct_io, max_rows, policy,
 arena_records (shrinks the arena to so many experts: a small model's experts fit any budget), grow_mib (what this
-process grows by afterwards, 1 MiB a decode step).
+process grows by afterwards, 1 MiB a decode step), per_slot (the expert kernel of the splits).
 For each split: the SHA-256 of all rows' logits.
 """
 
@@ -33,8 +33,9 @@ def budget_bytes(request: dict, checkpoint, options: dict) -> int:
     return int(plan.minimum_bytes + share * max(0, plan.resident_bytes - plan.minimum_bytes))
 
 
-def split_hash(engine: Engine, tokens: list[int], lengths: list[int]) -> str:
+def split_hash(engine: Engine, tokens: list[int], lengths: list[int], per_slot: bool) -> str:
     session = engine.session()
+    session.per_slot = per_slot
     digest, at = hashlib.sha256(), 0
     for n in lengths:
         digest.update(np.ascontiguousarray(session.verify(tokens[at : at + n])).tobytes())
@@ -86,7 +87,9 @@ def main() -> None:
         if request.get("arena_records"):
             engine.experts.resize(request["arena_records"] * engine._smallest_arena)
         arena_at_start = engine.experts.arena_bytes
-        hashes = [split_hash(engine, tokens, lengths) for lengths in request.get("splits", [])]
+        hashes = [
+            split_hash(engine, tokens, lengths, request.get("per_slot", False)) for lengths in request.get("splits", [])
+        ]
         greedy_ids = [greedy(engine, p, generate) for p in prompts]
         drift(engine, request.get("grow_mib", 0))
         report = {

@@ -67,7 +67,7 @@ def splits(n: int) -> list[list[int]]:
 @pytest.mark.parametrize("spec", ["OLMOE", "QWEN3"])
 @pytest.mark.parametrize("dtype", ["Q4_0", "Q8_0", "F32", "F16", "BF16"])
 def test_same_bits_small(tmp_path, spec, dtype):
-    """Every budget, policy, thread count, instruction set and split; in place and packed."""
+    """Every budget, policy, expert kernel, thread count, instruction set and split; in place and packed."""
     spec = getattr(checkpoints, spec)
     gguf = tmp_path / "model.gguf"
     checkpoints.write_gguf(gguf, spec, checkpoints.random_weights(spec), dtype=dtype)
@@ -84,6 +84,8 @@ def test_same_bits_small(tmp_path, spec, dtype):
             (store, ISAS[0], {"threads": 1, "arena_records": 1, "policy": "lfu"}),
             (gguf, ISAS[-1], {"threads": 3, "arena_records": 3, "direct_io": False, "policy": "lfru"}),
             (gguf, ISAS[-1], {"threads": 2, "arena_records": 6, "policy": "prefill-hot"}),
+            (store, ISAS[-1], {"threads": 2, "arena_records": 2, "per_slot": True}),
+            (gguf, ISAS[0], {"threads": 3, "arena_records": 5, "per_slot": True}),
         )
     ]
     assert len({h for run in runs for h in run["hashes"]}) == 1
@@ -157,6 +159,17 @@ def test_budget_holds_over_2000_tokens_and_two_prompts(budget):
     run = child({"model": "tiny", "budget": budget, "prompts": prompts, "generate": 1000})
     assert [len(ids) for ids in run["greedy_ids"]] == [1000, 1000]
     assert run["arena_bytes_at_end"] >= 0.9 * run["arena_bytes"] - (1 << 20)
+
+
+@pytest.mark.parametrize("threads", [1, 200])
+def test_smallest_budget_counts_what_each_thread_takes(tmp_path, threads):
+    """Wide heads, so that attention's buffers of a thread are larger than its stack."""
+    spec = checkpoints.QWEN3.but(num_attention_heads=8, num_key_value_heads=8, head_dim=256)
+    gguf = tmp_path / "model.gguf"
+    checkpoints.write_gguf(gguf, spec, checkpoints.random_weights(spec), dtype="Q8_0")
+    tokens = random_tokens(200, spec.vocab_size)
+    request = {"model": str(gguf), "tokens": tokens, "splits": [[200]], "prompts": [tokens], "generate": 2}
+    child({**request, "budget": "minimum", "threads": threads})
 
 
 def test_slots_are_given_back_when_the_process_grows(large):

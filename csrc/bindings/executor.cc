@@ -191,6 +191,8 @@ void init_executor(nb::module_& m) {
              uint32_t num_threads) { new (self) Executor(program, weights, experts, num_threads); },
           "program"_a, "weights"_a, "experts"_a.none(), "num_threads"_a, nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
           "num_threads counts the caller. Commits the program's scratch.")
+      .def_static("overhead_bytes", &Executor::overhead_bytes, "program"_a, "num_threads"_a,
+                  "Bytes that such an executor commits beside the program's scratch and its threads' stacks.")
       .def("run", &run_pass, "tokens"_a.noconvert(), "sequences"_a.noconvert(), "states"_a, "out_rows"_a.noconvert(),
            "logits"_a.noconvert(), "cancel"_a.none() = nb::none(), "routes"_a.noconvert().none() = nb::none(),
            "ids"_a.noconvert().none() = nb::none(), "weights"_a.noconvert().none() = nb::none(),

@@ -178,6 +178,10 @@ Executor::Executor(Program program, const Weights& weights, ExpertMemory* expert
 
 Executor::~Executor() = default;
 
+uint64_t Executor::overhead_bytes(const Program& program, uint32_t num_threads) {
+  return attention_buffer_bytes(program, num_threads);
+}
+
 void Executor::run(const Pass& pass) {
   std::lock_guard lock(impl_->mutex);
   const DefaultFloatMode mode;

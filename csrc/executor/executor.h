@@ -47,6 +47,9 @@ class Executor {
   Executor(Program program, const Weights& weights, ExpertMemory* experts, uint32_t num_threads);
   ~Executor();
 
+  // What an executor of so many threads commits beside Program::scratch_bytes and its threads' stacks.
+  static uint64_t overhead_bytes(const Program& program, uint32_t num_threads);
+
   // One pass; other callers wait for it. On success every state has grown by its rows. On an exception no state has,
   // and the next pass may run.
   void run(const Pass& pass);

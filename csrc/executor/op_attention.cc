@@ -117,11 +117,15 @@ void run_attention(const PassContext& ctx, const OpInfo& info) {
   });
 }
 
-void size_attention_buffers(const Program& program, uint32_t num_threads, OpBuffers& buffers) {
+uint64_t attention_buffer_bytes(const Program& program, uint32_t num_threads) {
   size_t thread_bytes = 0;
   for (const OpInfo& op : program.ops)
     if (op.code == OpCode::kAttention) thread_bytes = std::max(thread_bytes, AttentionOp(op).scratch_bytes());
-  buffers.attention = std::make_unique<Mapping>(num_threads * thread_bytes);
+  return num_threads * thread_bytes;
+}
+
+void size_attention_buffers(const Program& program, uint32_t num_threads, OpBuffers& buffers) {
+  buffers.attention = std::make_unique<Mapping>(attention_buffer_bytes(program, num_threads));
   buffers.attention->commit();
   buffers.chunks.reserve(program.max_rows + 1);
 }

@@ -115,10 +115,15 @@ void run_linears(const PassContext& ctx, std::span<const OpInfo> ops) {
 
 std::span<const OpInfo> linears_from(const Program& program, size_t first) {
   const std::span<const OpInfo> ops(program.ops);
+  const auto belongs = [&](size_t i) {
+    if (ops[i].code != OpCode::kLinear || ops[i].inputs[0] != ops[first].inputs[0]) return false;
+    // A value that nobody reads may share its memory with a later one.
+    for (size_t j = first; j < i; ++j)
+      if (overlap(program, ops[j].outputs[0], ops[i].outputs[0])) return false;
+    return true;
+  };
   size_t n = 0;
-  while (first + n < ops.size() && n < kMostLinears && ops[first + n].code == OpCode::kLinear &&
-         ops[first + n].inputs[0] == ops[first].inputs[0])
-    ++n;
+  while (first + n < ops.size() && n < kMostLinears && belongs(first + n)) ++n;
   return ops.subspan(first, n);
 }
 

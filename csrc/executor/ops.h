@@ -101,11 +101,12 @@ void run_route(const PassContext& ctx, const OpInfo& op);
 void run_experts(const PassContext& ctx, const OpInfo& op);  // op_experts.cc
 void run_select_rows(const PassContext& ctx, const OpInfo& op);
 
-// The linears that begin at op `first` and read the same value, which no buffer of theirs may share: none, one or more.
+// The linears that begin at op `first` and read the same value, and whose outputs share no memory: none, one or more.
 constexpr size_t kMostLinears = 4;
 std::span<const OpInfo> linears_from(const Program& program, size_t first);
 
 // Made with the executor: buffers for the largest pass, and Error if the experts' layers do not fit the program.
+uint64_t attention_buffer_bytes(const Program& program, uint32_t num_threads);
 void size_attention_buffers(const Program& program, uint32_t num_threads, OpBuffers& buffers);
 void size_expert_buffers(const Program& program, OpBuffers& buffers);
 void check_experts(const Program& program, const ExpertMemory* experts);

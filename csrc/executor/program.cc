@@ -300,10 +300,6 @@ class ShapeCheck {
   const OpInfo& op_;
 };
 
-bool overlap(const Program& p, const ValueInfo& a, const ValueInfo& b) {
-  return a.offset < b.offset + value_bytes(p, b) && b.offset < a.offset + value_bytes(p, a);
-}
-
 // The first output of these may lie exactly on the first input, if that is not needed again.
 bool may_run_in_place(OpCode code) { return code == OpCode::kRmsNorm || code == OpCode::kRope || code == OpCode::kAdd; }
 
@@ -328,7 +324,7 @@ void check_buffers(const Program& p) {
         bool in_place = k == 0 && may_run_in_place(op.code) && v == op.inputs[0] && last_use[v] == i &&
                         std::count(op.inputs.begin(), op.inputs.end(), v) == 1 &&
                         p.values[v].offset == p.values[out].offset;
-        require(in_place || !overlap(p, p.values[v], p.values[out]),
+        require(in_place || !overlap(p, v, out),
                 at + "value " + str(out) + " overlaps value " + str(v) + ", which is still needed");
       }
       live.push_back(out);
@@ -339,6 +335,11 @@ void check_buffers(const Program& p) {
 }
 
 }  // namespace
+
+bool overlap(const Program& program, uint32_t a, uint32_t b) {
+  const ValueInfo &x = program.values[a], &y = program.values[b];
+  return x.offset < y.offset + value_bytes(program, y) && y.offset < x.offset + value_bytes(program, x);
+}
 
 RoutingShape routing_shape(const Program& program) {
   RoutingShape shape;

@@ -54,6 +54,8 @@ struct RoutingShape {
 
 // Throws Error unless the routes' layers are 0, 1, ... and all have one shape.
 RoutingShape routing_shape(const Program& program);
+// Whether values a and b share memory, in the largest pass.
+bool overlap(const Program& program, uint32_t a, uint32_t b);
 
 // Throws Error on anything that a kernel could trip over: counts, indices, kinds, widths against weights and
 // attributes, offsets outside scratch, trailing bytes.

@@ -44,6 +44,7 @@ void Arena::grow(uint32_t slot, uint64_t bytes) {
   const uint64_t more = bytes - have;
   prefer_huge_pages(begin, more);
   if (const int error = commit_pages(begin, more)) {
+    prefer_small_pages(begin, more);
     madvise(begin, more, MADV_DONTNEED);  // some of the pages may have come
     throw Error("expert arena: the system refused " + std::to_string(more) + " bytes with " +
                 std::to_string(total_committed_bytes_) + " committed: " + std::strerror(error) +

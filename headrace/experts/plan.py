@@ -45,7 +45,7 @@ class Needs:
 
     trunk_bytes: int
     state_bytes: int  # of all sessions
-    overhead_bytes: int  # loader buffers and tables
+    overhead_bytes: int  # loader buffers and tables, attention's buffers
     logits_bytes: int  # logits and what sampling allocates
     num_threads: int  # executor and loader
     largest_record_bytes: int

@@ -1,9 +1,11 @@
 #include "executor/executor.h"
 
 #include <algorithm>
+#include <numeric>
 #include <random>
 
 #include "check.h"
+#include "executor/ops.h"
 #include "support/error.h"
 #include "tiny_model.h"
 
@@ -30,20 +32,21 @@ struct Runner {
 
   // Logits of all rows of one pass.
   std::vector<float> pass(SessionState& state, const int32_t* tokens, uint32_t n,
-                          std::function<bool()> should_stop = nullptr) {
+                          std::function<bool()> should_stop = nullptr, bool per_slot = false) {
     std::vector<uint32_t> sequences(n, 0), out_rows(n);
     for (uint32_t i = 0; i < n; ++i) out_rows[i] = i;
     std::vector<float> logits(n * model.spec.vocab);
     SessionState* states[] = {&state};
-    executor.run({{tokens, n}, sequences, states, out_rows, logits.data(), std::move(should_stop)});
+    executor.run({{tokens, n}, sequences, states, out_rows, logits.data(), std::move(should_stop), {}, per_slot});
     return logits;
   }
   // Logits of all tokens, in passes of the given sizes.
-  std::vector<float> run(const std::vector<int32_t>& tokens, const std::vector<uint32_t>& sizes, DType kv_type) {
+  std::vector<float> run(const std::vector<int32_t>& tokens, const std::vector<uint32_t>& sizes, DType kv_type,
+                         bool per_slot = false) {
     SessionState state(program, static_cast<uint32_t>(tokens.size()), kv_type);
     std::vector<float> all;
     for (uint32_t n : sizes) {
-      const std::vector<float> logits = pass(state, tokens.data() + state.length(), n);
+      const std::vector<float> logits = pass(state, tokens.data() + state.length(), n, nullptr, per_slot);
       all.insert(all.end(), logits.begin(), logits.end());
     }
     return all;
@@ -123,7 +126,8 @@ TEST("every way to cut, divide and hold a model gives the plain computation's bi
                           {1000, 5 * one, 1},
                           {60, all, 4}}) {
       Runner runner(model, 20, c.capacity, c.arena, c.threads);
-      for (const auto& split : kSplits) CHECK(same_bits(runner.run(tokens, split, kv_type), expected));
+      for (const auto& split : kSplits)
+        for (bool per_slot : {false, true}) CHECK(same_bits(runner.run(tokens, split, kv_type, per_slot), expected));
     }
   }
 }
@@ -209,6 +213,151 @@ TEST("a product larger than the caches is cut without a trace") {
         kernels().matmul(weights.matrix(matrix), &x, 1, &out, 0, num_tiles(rows));
         CHECK(std::memcmp(&logits[row * rows], y.data(), rows * sizeof(float)) == 0);
       }
+    }
+  }
+}
+
+// Linears of one value run as one job: six of them, of all types and of row counts that end inside a tile, their
+// outputs brought to one width and added.
+TEST("linears of one value give each its own product, whatever their types and rows") {
+  const uint32_t cols = 64, width = 21, max_rows = 40;
+  struct Linear {
+    DType type;
+    uint32_t rows;
+    uint32_t weight = 0, back = 0;
+  };
+  for (std::vector<Linear> linears :
+       {std::vector<Linear>{{kQ4, 1}, {kQ8, 16}, {kQ4, 333}, {kQ8, 47}, {kQ8, 15}, {kQ4, 33}},
+        std::vector<Linear>{{kF32, 3}, {kBF16, 160}, {kF16, 17}, {kF32, 1}, {kBF16, 31}, {kF16, 900}}}) {
+    ProgramBuilder b(max_rows, max_rows);
+    const uint32_t table = b.weight(WeightRole::kTable, kF32, 5, cols);
+    const uint32_t x = b.as_input(b.embed(table), linears[0].type);
+    std::vector<uint32_t> outputs;
+    for (Linear& l : linears) {
+      l.weight = b.weight(WeightRole::kMatrix, l.type, l.rows, cols);
+      outputs.push_back(b.linear(x, l.weight));
+    }
+    uint32_t sum = 0;
+    for (size_t i = 0; i < linears.size(); ++i) {
+      linears[i].back = b.weight(WeightRole::kMatrix, kF32, width, linears[i].rows);
+      const uint32_t y = b.linear(outputs[i], linears[i].back);
+      sum = i == 0 ? y : b.add(sum, y);
+    }
+    const Program program = parse_program(b.bytes(b.select_rows(sum)));
+    CHECK_EQ(linears_from(program, is_quantized(linears[0].type) ? 2 : 1).size(), kMostLinears);
+
+    std::mt19937 random(4);
+    std::vector<uint8_t> file;
+    const auto put_floats = [&](size_t n) {
+      const size_t at = file.size();
+      file.resize(at + 4 * n);
+      for (size_t i = 0; i < n; ++i) {
+        const float v = static_cast<float>(random() % 2001) / 1000 - 1;
+        std::memcpy(&file[at + 4 * i], &v, sizeof v);
+      }
+      return at;
+    };
+    const auto put_rows = [&](DType type, uint32_t rows) {
+      if (type == kF32) return put_floats(size_t{rows} * cols);
+      const size_t at = file.size(), step = type == kQ4 ? 18 : type == kQ8 ? 34 : 2;
+      file.resize(at + rows * row_bytes(type, cols));
+      for (size_t i = at; i < file.size(); ++i) file[i] = static_cast<uint8_t>(random());
+      for (size_t i = at; i < file.size(); i += step)  // ordinary magnitudes
+        file[i + 1] = static_cast<uint8_t>((random() & 0x80) | (type == kBF16 ? 0x3e : 0x2c));
+      return at;
+    };
+    std::vector<size_t> at, back_at;
+    put_floats(5 * cols);
+    for (const Linear& l : linears)
+      at.push_back(put_rows(l.type, l.rows)), back_at.push_back(put_floats(width * l.rows));
+    const TempFile path(file);
+    Weights weights(program);
+    weights.set_table(table, path.path(), 0, cols * 4, false);
+    for (size_t i = 0; i < linears.size(); ++i) {
+      const Linear& l = linears[i];
+      weights.load(l.weight, "w", path.path(), at[i], l.rows * row_bytes(l.type, cols), l.type, false, false, 0);
+      weights.load(l.back, "b", path.path(), back_at[i], size_t{4} * width * l.rows, kF32, false, false, 0);
+    }
+    const auto product = [&](uint32_t weight, const void* in) {
+      const Matrix w = weights.matrix(weight);
+      std::vector<float> y(w.rows);
+      float* out = y.data();
+      kernels().matmul(w, &in, 1, &out, 0, num_tiles(w.rows));
+      return y;
+    };
+    std::vector<std::vector<float>> by_token;
+    for (uint32_t token = 0; token < 5; ++token) {
+      std::vector<float> row(cols), total;
+      std::memcpy(row.data(), &file[token * cols * 4], cols * 4);
+      std::vector<uint8_t> q8(q8_row_bytes(cols));
+      kernels().quantize(row.data(), cols, 0, cols / kQuantBlock, q8.data());
+      for (const Linear& l : linears) {
+        const std::vector<float> h =
+            product(l.weight, is_quantized(l.type) ? static_cast<const void*>(q8.data()) : row.data());
+        const std::vector<float> y = product(l.back, h.data());
+        if (total.empty()) total.assign(width, -0.0f);
+        for (uint32_t i = 0; i < width; ++i) total[i] = total[i] + y[i];
+      }
+      by_token.push_back(total);
+    }
+    for (uint32_t threads : {1u, 2u, 3u, 7u}) {
+      Executor executor(program, weights, nullptr, threads);
+      for (uint32_t n : {1u, 2u, 15u, max_rows}) {
+        SessionState state(program, max_rows, kF16);
+        SessionState* states[] = {&state};
+        const std::vector<int32_t> tokens = random_tokens(n, 5, n);
+        const std::vector<uint32_t> sequences(n, 0);
+        executor.run({tokens, sequences, states, {}, nullptr, nullptr});  // no logits wanted
+        state.rollback(0);
+        std::vector<uint32_t> out_rows(n);
+        std::iota(out_rows.begin(), out_rows.end(), 0);
+        std::vector<float> logits(n * width), want;
+        executor.run({tokens, sequences, states, out_rows, logits.data(), nullptr});
+        for (int32_t token : tokens) want.insert(want.end(), by_token[token].begin(), by_token[token].end());
+        CHECK(is_sane(want) && same_bits(logits, want));
+      }
+    }
+  }
+}
+
+// A value that nobody reads may share its memory with the next one: run as one job, their linears would race.
+TEST("a linear whose output is not used leaves the next one's alone") {
+  const uint32_t cols = 64, rows = 1600, n = 3;
+  ProgramBuilder b(n, n);
+  const uint32_t table = b.weight(WeightRole::kTable, kF32, 5, cols);
+  const uint32_t unused_weight = b.weight(WeightRole::kMatrix, kF32, rows, cols);
+  const uint32_t weight = b.weight(WeightRole::kMatrix, kF32, rows, cols);
+  const uint32_t x = b.embed(table);
+  const uint32_t unused = b.linear(x, unused_weight), used = b.linear(x, weight);
+  b.move_back(used, 16 * 64);  // one writes there first, the other last
+  const Program program = parse_program(b.bytes(b.select_rows(used)));
+  CHECK_EQ(linears_from(program, 1).size(), 1u);  // after the embedding
+  CHECK_EQ(linears_from(program, 2).size(), 1u);
+
+  std::vector<float> file(5 * cols + 2 * rows * cols);
+  std::mt19937 random(4);
+  for (float& v : file) v = static_cast<float>(random() % 2001) / 1000 - 1;
+  const uint8_t* bytes = reinterpret_cast<const uint8_t*>(file.data());
+  const TempFile path({bytes, bytes + file.size() * sizeof(float)});
+  Weights weights(program);
+  weights.set_table(table, path.path(), 0, cols * 4, false);
+  for (uint32_t i = 0; i < 2; ++i)
+    weights.load(i == 0 ? unused_weight : weight, "w", path.path(), 4 * cols * (5 + i * rows), 4 * rows * cols, kF32,
+                 false, false, 0);
+  for (uint32_t threads : {1u, 2u, 3u}) {
+    Executor executor(program, weights, nullptr, threads);
+    SessionState state(program, n, kF16);
+    SessionState* states[] = {&state};
+    const std::vector<int32_t> tokens = {4, 0, 2};
+    const std::vector<uint32_t> sequences(n, 0), out_rows = {0, 1, 2};
+    std::vector<float> logits(n * rows);
+    executor.run({tokens, sequences, states, out_rows, logits.data(), nullptr});
+    for (uint32_t row = 0; row < n; ++row) {
+      const void* in = &file[tokens[row] * cols];
+      std::vector<float> y(rows);
+      float* out = y.data();
+      kernels().matmul(weights.matrix(weight), &in, 1, &out, 0, num_tiles(rows));
+      CHECK(std::memcmp(&logits[row * rows], y.data(), rows * sizeof(float)) == 0);
     }
   }
 }

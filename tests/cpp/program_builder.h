@@ -23,6 +23,8 @@ class ProgramBuilder {
     scratch_ += (rows * row + 63) / 64 * 64;
     return static_cast<uint32_t>(values_.size() - 1);
   }
+  // A value begins so many bytes before its place, where the one before it ends.
+  void move_back(uint32_t value, uint64_t bytes) { values_[value].offset -= bytes; }
   uint32_t weight(WeightRole role, DType dtype, uint32_t rows, uint32_t cols) {
     weights_.push_back({role, dtype, rows, cols});
     return static_cast<uint32_t>(weights_.size() - 1);
