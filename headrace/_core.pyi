@@ -116,6 +116,9 @@ class ExpertMemory:
 
     @property
     def resident_experts(self) -> int: ...
+    def read_bytes(self, layer: int) -> list[int]:
+        """Of each expert of the layer, what loading it adds to bytes_read."""
+
     @property
     def total_experts(self) -> int: ...
     def begin(self, layer: int, ids: Sequence[int], num_routes: Sequence[int] = []) -> None: ...
@@ -179,9 +182,10 @@ class Simulator:
         recall: float = 1.0,
         seed: int = 0,
         links: Sequence[Link] = [],
+        read_bytes: Sequence[int] = [],
     ) -> None:
         """
-        num_experts and record_bytes: of each layer. window: tokens a pass. links: a bound is kept for each.
+        num_experts and record_bytes: of each layer. window: tokens a pass. links: a bound is kept for each. read_bytes: of each expert, if loading it reads more than its record.
         """
 
     @property
@@ -206,7 +210,7 @@ class Simulator:
         """Of each link; complete after finish()."""
 
     def counters(self) -> dict:
-        """By name; bytes are those of records."""
+        """By name."""
 
 class Program:
     """A compiled graph (headrace/program.py), parsed and checked."""

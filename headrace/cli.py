@@ -202,6 +202,15 @@ def run_command(
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     kv: Annotated[KvType, typer.Option("--kv", help="Keys and values.")] = KvType.f16,
     policy: Annotated[RunPolicy, typer.Option("--policy", help="Which experts make room.")] = RunPolicy.lru,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record",
+            metavar="T",
+            readable=False,
+            help="Write a trace of this run, which `headrace simulate T --recorded` replays.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Generate text from a prompt."""
@@ -224,6 +233,7 @@ def run_command(
             raw=raw,
             kv=kv.value,
             policy=policy.value,
+            record=record,
             json=json,
         )
     )
@@ -333,6 +343,7 @@ def _residency(text: str) -> Fraction:
 
 @command("simulate")
 def simulate_command(
+    context: typer.Context,
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Recorded routing.", readable=False)],
     policies: Annotated[
         str, typer.Option("--policies", metavar="P,...", help="Cache policies; belady-c for any c.")
@@ -381,9 +392,28 @@ def simulate_command(
     ] = 1,
     threads: Threads = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the forecast's errors.")] = 0,
+    recorded: Annotated[
+        bool,
+        typer.Option("--recorded", help="Replay a run of `run --record` as it was, and compare all that it counted."),
+    ] = False,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="With --recorded: an unfinished trace, up to its last whole pass.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Compare cache policies on recorded routing."""
+    """Compare cache policies on recorded routing, or replay a recorded run."""
+    if recorded:
+        for name in context.params:
+            source = context.get_parameter_source(name)
+            given = source is not None and source.name == "COMMANDLINE"
+            if given and name not in ("trace", "recorded", "partial", "json"):
+                raise typer.BadParameter("takes no other settings: the trace has the run's", param_hint="--recorded")
+        from headrace.commands.simulate import simulate_recorded
+
+        simulate_recorded(trace, partial, json)
+        return
+    if partial:
+        raise typer.BadParameter("goes with --recorded", param_hint="--partial")
     from headrace.commands.simulate import run_simulate
     from headrace.experts.simulate import Link, Simulation, parse_policy
 

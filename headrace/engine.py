@@ -90,11 +90,14 @@ class EngineOptions:
 class Routing:
     """What one pass's routers chose, every row in every layer that routes. Valid until the next pass.
 
-    first: the position of row 0. ids: int32 [layers, rows, top_k], ascending. weights: float32 of the same shape,
+    tokens: the rows' ids; first: the position of row 0. out_rows: those whose logits were wanted, which alone went
+    through the last layer's experts. ids: int32 [layers, rows, top_k], ascending. weights: float32 of the same shape,
     what each expert counted. scores: float32, the router's logits of these experts.
     """
 
+    tokens: list[int]
     first: int
+    out_rows: list[int]
     ids: np.ndarray
     weights: np.ndarray
     scores: np.ndarray
@@ -195,6 +198,7 @@ class Engine:
         self._free_states = [
             _core.SessionState(self._program, options.context, int(options.kv_dtype)) for _ in range(options.sessions)
         ]
+        self.hot_routes = options.prompt_rows * self.config.num_experts_per_tok  # what prefill-hot counts of a layer
         self._smallest_arena = _largest_record_bytes(checkpoint, source)
         self.experts = _core.ExpertMemory(
             source,
@@ -202,7 +206,7 @@ class Engine:
             options.loader_threads,
             options.direct_io,
             options.policy,
-            hot_routes=options.prompt_rows * self.config.num_experts_per_tok,
+            hot_routes=self.hot_routes,
         )
         self._future: Iterator[list[np.ndarray]] = iter(())
         self._executor = _core.Executor(self._program, self._weights, self.experts, self.num_threads)
@@ -227,6 +231,10 @@ class Engine:
 
     def counters(self) -> dict[str, int]:
         return self.experts.counters()
+
+    def record_bytes(self, layer: int) -> int:
+        """Bytes of a slot that holds an expert of this layer."""
+        return self._source.record_bytes(layer)
 
     def foresee(self, passes: Iterator[list[np.ndarray]], lookahead: int) -> None:
         """Tells a policy with an oracle what every pass from now on will route to, `lookahead` passes ahead of each.
@@ -441,7 +449,7 @@ class Session:
             )
             figures.add(len(tokens), time.perf_counter() - start, before, engine.counters())
             if self._observe is not None:
-                self._observe(Routing(first, *kept))
+                self._observe(Routing(tokens, first, out_rows, *kept))
 
 
 def load_weights(checkpoint: Checkpoint, graph: Graph, program: _core.Program) -> _core.Weights:

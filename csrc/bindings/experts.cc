@@ -159,6 +159,8 @@ void init_experts(nb::module_& m) {
       .def_prop_ro("committed_bytes", &ExpertMemory::committed_bytes, NoGil())
       .def_prop_ro("num_slots", &ExpertMemory::num_slots, NoGil(), "Slots of the largest record that the arena holds.")
       .def_prop_ro("resident_experts", &ExpertMemory::resident_experts, NoGil())
+      .def("read_bytes", &ExpertMemory::read_bytes, "layer"_a,
+           "Of each expert of the layer, what loading it adds to bytes_read.")
       .def_prop_ro("total_experts", &ExpertMemory::total_experts)
       .def(
           "begin",

@@ -72,7 +72,7 @@ void init_simulator(nb::module_& m) {
           [](Simulator* self, const std::vector<uint32_t>& num_experts, const std::vector<uint64_t>& record_bytes,
              uint64_t capacity_bytes, const std::string& policy, uint64_t hot_routes, bool pins, uint32_t window,
              uint32_t lookahead, double transfers_per_layer, double recall, uint64_t seed,
-             const std::vector<LinkOptions>& links) {
+             const std::vector<LinkOptions>& links, std::vector<uint64_t> read_bytes) {
             if (num_experts.size() != record_bytes.size()) {
               throw Error("simulator: expected a record size a layer, found " + std::to_string(record_bytes.size()) +
                           " for " + std::to_string(num_experts.size()) + " layers");
@@ -86,12 +86,14 @@ void init_simulator(nb::module_& m) {
             options.lookahead = lookahead;
             options.prefetch = {transfers_per_layer, recall, seed};
             options.links = links;
+            options.read_bytes = std::move(read_bytes);
             new (self) Simulator(std::move(options));
           },
           "num_experts"_a, "record_bytes"_a, "capacity_bytes"_a, "policy"_a = "lru", nb::kw_only(), "hot_routes"_a = 0,
           "pins"_a = true, "window"_a = 1, "lookahead"_a = 0, "transfers_per_layer"_a = 0.0, "recall"_a = 1.0,
-          "seed"_a = 0, "links"_a = std::vector<LinkOptions>(),
-          "num_experts and record_bytes: of each layer. window: tokens a pass. links: a bound is kept for each.")
+          "seed"_a = 0, "links"_a = std::vector<LinkOptions>(), "read_bytes"_a = std::vector<uint64_t>(),
+          "num_experts and record_bytes: of each layer. window: tokens a pass. links: a bound is kept for each. "
+          "read_bytes: of each expert, if loading it reads more than its record.")
       .def_prop_ro("num_layers", &Simulator::num_layers)
       .def(
           "feed", [](Simulator& simulator, const Routes& ids) { feed(simulator, simulator.num_layers(), ids); },
@@ -100,7 +102,7 @@ void init_simulator(nb::module_& m) {
       .def("resize", &Simulator::resize, "capacity_bytes"_a, "From the pass on that is being fed.")
       .def("finish", &Simulator::finish, nb::call_guard<nb::gil_scoped_release>(), "The trace is over.")
       .def_prop_ro("bounds", &Simulator::bounds, "Of each link; complete after finish().")
-      .def("counters", &counters, "By name; bytes are those of records.");
+      .def("counters", &counters, "By name.");
 }
 
 }  // namespace headrace

@@ -408,6 +408,15 @@ uint64_t ExpertMemory::resident_experts() const {
 }
 uint64_t ExpertMemory::total_experts() const { return impl_->arena.num_slots(); }
 
+std::vector<uint64_t> ExpertMemory::read_bytes(uint32_t layer) const {
+  impl_->check_ids("read_bytes()", layer, {});
+  const LayerExperts& experts = impl_->source.layers[layer];
+  const std::vector<uint64_t> sizes = impl_->files.sizes();
+  std::vector<uint64_t> out;
+  for (uint32_t e = 0; e < experts.num_experts; ++e) out.push_back(headrace::read_bytes(experts, e, sizes));
+  return out;
+}
+
 uint64_t ExpertMemory::overhead_bytes(const ExpertSource& source, const ExpertMemoryOptions& options) {
   uint64_t tables = 0;
   for (const LayerExperts& layer : source.layers) {

@@ -82,6 +82,8 @@ class ExpertMemory {
   uint32_t num_slots() const;         // slots of the largest record that arena_bytes holds
   uint64_t resident_experts() const;  // experts ready now
   uint64_t total_experts() const;
+  // What loading each expert of the layer adds to bytes_read, provided that no read falls short.
+  std::vector<uint64_t> read_bytes(uint32_t layer) const;
   // What this object will hold besides the arena, for the plan; from the source alone: tables and staging buffers, not
   // the loader threads' stacks and not page tables.
   static uint64_t overhead_bytes(const ExpertSource& source, const ExpertMemoryOptions& options);

@@ -35,6 +35,17 @@ std::vector<Piece> cut_record(const LayerExperts& layer) {
   return pieces;
 }
 
+uint64_t read_bytes(const LayerExperts& layer, uint32_t expert, const std::vector<uint64_t>& file_bytes) {
+  uint64_t total = 0;
+  for (const Piece& piece : cut_record(layer)) {
+    const ExpertExtent& extent = layer.records.empty() ? layer.rows[expert * 3ull + piece.part] : layer.records[expert];
+    const uint64_t begin = extent.offset + piece.offset, end = round_up(begin + piece.nbytes, kPage);
+    const uint64_t beyond_file = end - std::min(end, file_bytes[extent.file]);
+    total += SourceFiles::window_bytes(begin, piece.nbytes) - beyond_file;
+  }
+  return total;
+}
+
 uint64_t staging_bytes(const ExpertSource& source) {
   uint64_t most = 0;
   for (const LayerExperts& layer : source.layers) {

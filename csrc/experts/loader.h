@@ -27,6 +27,8 @@ struct Piece {
 constexpr uint64_t kPieceBytes = 1 << 20;  // at most, unless 16 rows are more
 // How one expert of the layer is cut, in file order.
 std::vector<Piece> cut_record(const LayerExperts& layer);
+// Bytes that reading all of an expert returns: its pieces' blocks, as far as the files go. file_bytes: their sizes.
+uint64_t read_bytes(const LayerExperts& layer, uint32_t expert, const std::vector<uint64_t>& file_bytes);
 // Bytes of the buffer that each loader thread needs for rows; 0 if all layers are packed.
 uint64_t staging_bytes(const ExpertSource& source);
 

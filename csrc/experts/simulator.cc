@@ -30,6 +30,11 @@ SimulatorOptions checked(SimulatorOptions options) {
   expect(!options.layers.empty(), "at least one layer", "none");
   check_capacity(options.layers, options.capacity_bytes);
   expect(options.window >= 1, "a window of at least 1 token", "0");
+  size_t num_experts = 0;
+  for (const LayerShape& layer : options.layers) num_experts += layer.num_experts;
+  expect(options.read_bytes.empty() || options.read_bytes.size() == num_experts,
+         "what reading each of " + std::to_string(num_experts) + " experts takes",
+         std::to_string(options.read_bytes.size()) + " sizes");
   const SimulatedPrefetch& p = options.prefetch;
   expect(p.transfers_per_layer >= 0 && p.transfers_per_layer <= 1e6, "0 to 1e6 transfers a layer",
          std::to_string(p.transfers_per_layer));
@@ -46,7 +51,7 @@ Simulator::Simulator(SimulatorOptions options)
                  [this](uint32_t expert, bool was_taken) {
                    if (was_taken) return;
                    ++prefetches_unused_;
-                   bytes_unused_ += options_.layers[layer_of_[expert]].record_bytes;
+                   bytes_unused_ += read_bytes(expert);
                  }),
       capacity_bytes_(options_.capacity_bytes),
       routes_(residency_.num_experts(), 0),
@@ -133,8 +138,8 @@ void Simulator::run_pass(const Pass& pass) {
     const std::span<const uint32_t> ids(pass.ids.data() + pass.first[l], n);
     const std::span<const uint32_t> num_routes(pass.num_routes.data() + pass.first[l], n);
     const uint64_t loads = residency_.counters().loads;
-    residency_.observe(l, ids);
-    if (options_.pins) {
+    if (n > 0) residency_.observe(l, ids);  // an engine passes over a layer that no row goes through
+    if (n > 0 && options_.pins) {
       run_layer(l, ids, num_routes, true);
     } else {
       for (uint32_t i = 0; i < n; ++i) run_layer(l, ids.subspan(i, 1), num_routes.subspan(i, 1), i + 1 == n);
@@ -151,8 +156,9 @@ void Simulator::run_layer(uint32_t layer, std::span<const uint32_t> ids, std::sp
   residency_.begin(layer, ids, num_routes);
   const auto load = [&] {
     for (uint32_t i = residency_.next_load(); i != kNone; i = residency_.next_load()) {
-      bytes_read_ += options_.layers[layer].record_bytes;
-      residency_.landed(residency_.entries()[i].expert);
+      const uint32_t expert = residency_.entries()[i].expert;
+      bytes_read_ += read_bytes(expert);
+      residency_.landed(expert);
     }
   };
   load();
@@ -171,6 +177,10 @@ void Simulator::run_layer(uint32_t layer, std::span<const uint32_t> ids, std::sp
     move_prefetches(layer);
   }
   residency_.end();
+}
+
+uint64_t Simulator::read_bytes(uint32_t expert) const {
+  return options_.read_bytes.empty() ? options_.layers[layer_of_[expert]].record_bytes : options_.read_bytes[expert];
 }
 
 // ---- prefetch
@@ -229,7 +239,7 @@ bool Simulator::start_prefetch(uint32_t layer) {
       if (!residency_.prefetch(expert, is_needed_before)) return false;
       in_flight_ = expert;
       left_ = 1;
-      bytes_read_ += options_.layers[l].record_bytes;
+      bytes_read_ += read_bytes(expert);
       return true;
     }
   }

@@ -26,12 +26,13 @@ struct SimulatorOptions {
   uint32_t window = 1;     // tokens a pass
   uint32_t lookahead = 0;  // passes beyond the present one that an oracle knows
   SimulatedPrefetch prefetch;
-  std::vector<LinkOptions> links;  // for each, how fast the loads could be at best
+  std::vector<uint64_t> read_bytes;  // [expert], what a load of it reads; empty: its record
+  std::vector<LinkOptions> links;    // for each, how fast the loads could be at best
 };
 
 struct SimulatedCounters : Residency::Counters {
   uint64_t passes = 0;
-  uint64_t bytes_read = 0;         // records
+  uint64_t bytes_read = 0;
   uint64_t prefetches_unused = 0;  // evicted before a pass used them
   uint64_t bytes_unused = 0;       // of these
   uint64_t loads_squared = 0;      // sum over passes of their loads squared
@@ -66,6 +67,7 @@ class Simulator {
   void forecast(uint32_t layer);
   void move_prefetches(uint32_t layer);
   bool start_prefetch(uint32_t layer);
+  uint64_t read_bytes(uint32_t expert) const;
 
   const SimulatorOptions options_;
   uint64_t bytes_read_ = 0, bytes_unused_ = 0, prefetches_unused_ = 0;

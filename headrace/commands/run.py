@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headrace import _core
 from headrace.commands.model import open_model_and_text
 from headrace.engine import Engine, EngineOptions, Figures, Session
 from headrace.errors import HeadraceError
+from headrace.experts.recorded_run import Recorder
+from headrace.experts.trace_file import check_destination, identify
 from headrace.formats.checkpoint import DType
 from headrace.generate import Generation
 from headrace.sizes import format_size
@@ -37,11 +41,14 @@ class RunOptions:
     raw: bool
     kv: str
     policy: str
+    record: Path | None
     json: bool
 
 
 def run(options: RunOptions) -> None:
     _core.exit_on_interrupt(True)  # loading writes nothing and cannot be polled
+    if options.record:
+        check_destination(options.record)
     checkpoint, text = open_model_and_text(options.model)
     if text is None:
         raise HeadraceError(
@@ -76,10 +83,15 @@ def run(options: RunOptions) -> None:
         prompt_rows=len(prompt_ids),
         kv_dtype=DType.F32 if options.kv == "f32" else DType.F16,
         policy=options.policy,
+        record_routing=options.record is not None,
     )
-    with Engine(checkpoint, engine_options) as engine:
+    identity = identify(checkpoint) if options.record else None
+    with Engine(checkpoint, engine_options) as engine, ExitStack() as recording:
         _core.exit_on_interrupt(False)  # from here on a pass notices it
-        session = engine.session()
+        recorder = None
+        if options.record and identity:
+            recorder = recording.enter_context(Recorder(options.record, engine, identity))
+        session = engine.session(observe=recorder.observe if recorder else None)
         start = time.perf_counter()
         logits = session.prefill(prompt_ids, prefill_progress if sys.stderr.isatty() and not options.json else None)
         generation = Generation(
@@ -103,6 +115,7 @@ def run(options: RunOptions) -> None:
                 "seed": sampler.seed,
                 "text": "".join(pieces),
                 "token_ids": generation.token_ids,
+                **({"record": str(options.record)} if options.record else {}),
             }
 
         try:
@@ -115,8 +128,11 @@ def run(options: RunOptions) -> None:
         except KeyboardInterrupt:
             if not options.json:
                 print(f"\n{figures_line(report(), session)}, interrupted", file=sys.stderr)
+                if recorder and recorder.writer.num_tokens:
+                    print(f"{recorder.writer.partial}: the first {recorder.writer.num_tokens} tokens", file=sys.stderr)
             raise
         pieces.append(stream.finish())
+        recording.close()  # the trace is whole before the run is said to be done
         if options.json:
             print(json.dumps(report()))
         else:

@@ -12,8 +12,11 @@ from typing import Any
 from headrace import _core, machine
 from headrace.commands.model import open_model
 from headrace.errors import HeadraceError
+from headrace.experts.recorded_run import replay_run
 from headrace.experts.simulate import Policy, Shape, Simulation, read_shape, simulate
+from headrace.experts.trace_file import RecordedTrace
 from headrace.experts.traces import Trace, open_trace
+from headrace.sizes import format_size
 
 
 def _shape(trace: Trace, model: str | None, num_experts: int | None, record_bytes: int | None) -> Shape:
@@ -68,6 +71,39 @@ def run_simulate(
         "rows": rows,
     }
     print(json.dumps(report) if as_json else _table(report))
+
+
+def simulate_recorded(path: Path, partial: bool, as_json: bool) -> None:
+    """Replays the run that a trace holds; HeadraceError if it would have counted anything else."""
+    _core.exit_on_interrupt(True)  # nothing is written
+    trace = open_trace(path, partial=partial)
+    if not isinstance(trace, RecordedTrace):
+        raise HeadraceError(f"{path}: holds no run, only routes; record one with `headrace run MODEL --record T`")
+    run = replay_run(trace)
+    report = {
+        "trace": str(path),
+        "tokens": run.num_tokens,
+        "passes": run.num_passes,
+        "layers": trace.num_layers,
+        "experts": trace.num_experts,
+        "top_k": trace.top_k,
+        "policy": run.settings.policy,
+        "arena_bytes": run.arena_bytes,
+        **run.counters,
+    }
+    if as_json:
+        print(json.dumps(report))
+        return
+    arena = format_size(run.arena_bytes[0])
+    if len(run.arena_bytes) > 1:
+        arena += f" (then {', '.join(map(format_size, run.arena_bytes[1:4]))}{', ...' * (len(run.arena_bytes) > 4)})"
+    c = run.counters
+    print(
+        f"{path}: {run.settings.policy}, {run.num_tokens} tokens in {run.num_passes} passes, arena of {arena}: "
+        f"{c['hits']} hits, {c['late_hits']} late hits, {c['loads']} loads, {c['prefetches']} prefetches, "
+        f"{c['evictions']} evictions, read {format_size(c['bytes_read'])}, unused {format_size(c['bytes_unused'])}; "
+        "the replay counts what the run counted"
+    )
 
 
 def _table(report: dict[str, Any]) -> str:

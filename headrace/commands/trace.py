@@ -169,12 +169,10 @@ def _generated(
 
 def _dump(engine: Engine, sequences: list[np.ndarray], writer: TraceWriter, show: bool) -> dict[str, Any]:
     """Prefills every sequence into the writer."""
-    tokens: list[int] = []
     total, done = sum(map(len, sequences)), 0
 
     def observe(routing: Routing) -> None:
-        rows = tokens[routing.first : routing.first + routing.ids.shape[1]]
-        writer.add(rows, routing.ids, routing.weights, routing.scores)
+        writer.add(routing.tokens, routing.ids, routing.weights, routing.scores)
 
     def progress(rows: int, _: int) -> None:
         if show:
@@ -182,10 +180,9 @@ def _dump(engine: Engine, sequences: list[np.ndarray], writer: TraceWriter, show
 
     session = engine.session(observe=observe)
     for ids in sequences:
-        tokens = ids.tolist()
         session.rollback(0)
-        session.prefill(tokens, progress)
+        session.prefill(ids.tolist(), progress)
         writer.end_sequence()
-        done += len(tokens)
+        done += len(ids)
     figures = session_report(session)
     return {"tokens": total, "prefill_tps": figures["prefill_tps"], "prefill": figures["prefill"]}

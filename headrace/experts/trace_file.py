@@ -1,5 +1,7 @@
 """The trace format: routing of a run in blocks of whole tokens, compressed and checked (docs/traces.md, byte by byte).
 
+Of a live run (RunSettings) it holds the passes too, so that the simulator can do again what the engine did.
+
 A TraceWriter writes FILE.partial and renames it to FILE once the end block stands, so FILE is always whole. What a
 killed writer leaves is readable up to its last whole block, for whoever says that a part will do.
 """
@@ -12,7 +14,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -31,16 +33,47 @@ VERSION = 1
 HEADER = struct.Struct("<8sIII")  # magic, version, bytes of JSON, CRC-32C of these 16 bytes and the JSON
 BLOCK = struct.Struct("<4sIII")  # magic, kind, bytes of payload, CRC-32C of these 12 bytes and the payload
 BLOCK_MAGIC = b"HRBK"
-KIND_END, KIND_TOKENS = 0, 1
+KIND_END, KIND_TOKENS, KIND_SIZES, KIND_PASSES = range(4)
 TOKENS = struct.Struct("<IIII")  # tokens, sequence, position of the first, bytes of the compressed routes
 END = struct.Struct("<QQ")  # tokens, sequences
+PASSES = struct.Struct("<II")  # passes, all their rows that went through the last layer's experts
+COUNTERS = ("hits", "late_hits", "loads", "prefetches", "evictions", "bytes_read", "bytes_unused")
 
 BLOCK_TOKENS = 256
+RUN_BLOCK_TOKENS = 32  # a live run's: what a killed one loses at most
+MAX_BLOCK_PASSES = 1 << 16
+MAX_RUN_EXPERTS = 1 << 22  # of all layers
 MAX_BLOCK_ROUTES = 1 << 22  # tokens * layers * top_k of one block: what reading it takes is bounded
 MAX_TOKEN_ROUTES = 1 << 20
 MAX_PAYLOAD_BYTES = 64 << 20
 MAX_JSON_BYTES = 1 << 20
 FLOAT16_MAX = 65504
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What decided, beside routes and budgets, what a recorded run would load and evict. It began cold.
+
+    policy, hot_routes: as ExpertMemory has them. record_bytes: of an expert, [layers]. read_bytes: what loading it
+    reads, uint64 [layers, num_experts].
+    """
+
+    policy: str
+    hot_routes: int
+    record_bytes: tuple[int, ...]
+    read_bytes: np.ndarray
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of a recorded run: the next num_rows tokens. out_rows: int64, ascending, the rows that went through the
+    last layer's experts. arena_bytes: what the arena could hold. counters: the engine's, by name, since it was loaded.
+    """
+
+    num_rows: int
+    out_rows: np.ndarray
+    arena_bytes: int
+    counters: dict[str, int]
 
 
 def identify(checkpoint: Checkpoint) -> ModelIdentity:
@@ -77,21 +110,32 @@ def check_destination(path: Path) -> None:
 
 class TraceWriter:
     """Use as a context manager: leaving it normally completes the file; an exception leaves FILE.partial with all whole
-    blocks, or nothing if there are none."""
+    blocks, or nothing if there are none. run: of a live run, whose every add() is a pass."""
 
-    def __init__(self, path: Path, model: ModelIdentity, num_layers: int, num_experts: int, top_k: int):
+    def __init__(
+        self,
+        path: Path,
+        model: ModelIdentity,
+        num_layers: int,
+        num_experts: int,
+        top_k: int,
+        run: RunSettings | None = None,
+    ):
         check_destination(path)
         self.path, self.partial = path, partial_path(path)
         self.num_tokens = 0  # in whole blocks on disk
         self._shape = (num_layers, top_k)
         self._id_type = _id_type(num_experts)
         self._block_tokens = min(BLOCK_TOKENS, MAX_BLOCK_ROUTES // (num_layers * top_k))
+        self._flush_at = min(self._block_tokens, RUN_BLOCK_TOKENS) if run else self._block_tokens
         self._sequence = self._first = 0
+        self._passes: list[Pass] = []  # not yet on disk
         self._rows: list[tuple[np.ndarray, ...]] = []  # tokens, ids, weights, scores of rows not yet on disk
         self._num_rows = 0
-        text = json.dumps(
-            {"model": asdict(model), "num_layers": num_layers, "num_experts": num_experts, "top_k": top_k}
-        ).encode()
+        values = {"model": asdict(model), "num_layers": num_layers, "num_experts": num_experts, "top_k": top_k}
+        if run:
+            values["run"] = {"policy": run.policy, "hot_routes": run.hot_routes}
+        text = json.dumps(values).encode()
         head = HEADER.pack(MAGIC, VERSION, len(text), 0)[:16]
         try:
             self._fd = os.open(self.partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -99,18 +143,30 @@ class TraceWriter:
             raise HeadraceError(f"{self.partial}: cannot be written: {e.strerror}") from None
         try:
             self._write(head + struct.pack("<I", _crc(head + text)) + text)
+            if run:
+                sizes = np.array(run.record_bytes, "<u8").tobytes() + run.read_bytes.astype("<u8").tobytes()
+                self._write_block(KIND_SIZES, zlib.compress(sizes))
         except BaseException:
             self._abandon()
             raise
 
-    def add(self, tokens: list[int], ids: np.ndarray, weights: np.ndarray, scores: np.ndarray) -> None:
+    def add(
+        self,
+        tokens: list[int],
+        ids: np.ndarray,
+        weights: np.ndarray,
+        scores: np.ndarray,
+        run_pass: Pass | None = None,
+    ) -> None:
         """The sequence's next tokens. ids: integers [layers, n, top_k]; weights, scores: floats of that shape. All are
-        copied."""
+        copied. run_pass: of a live run, the pass that they were."""
+        if run_pass:
+            self._passes.append(run_pass)
         values = (np.clip(v, -FLOAT16_MAX, FLOAT16_MAX).astype("<f2") for v in (weights, scores))
         self._rows.append((np.array(tokens, "<u4"), ids.astype(self._id_type), *values))
         self._num_rows += len(tokens)
-        while self._num_rows >= self._block_tokens:
-            self._flush(self._block_tokens)
+        while self._num_rows >= self._flush_at:
+            self._flush(min(self._num_rows, self._block_tokens))
 
     def end_sequence(self) -> None:
         """What follows has nothing to do with what went before."""
@@ -153,6 +209,9 @@ class TraceWriter:
         rest = (tokens[num_rows:], *(part[:, num_rows:] for part in (ids, weights, scores)))
         routes = zlib.compress(tokens[:num_rows].tobytes() + ids[:, :num_rows].tobytes())
         values = zlib.compress(weights[:, :num_rows].tobytes() + scores[:, :num_rows].tobytes())
+        if self._passes:  # before their tokens, so that a reader knows them when the tokens come
+            self._write_block(KIND_PASSES, _packed_passes(self._passes))
+            self._passes = []
         head = TOKENS.pack(num_rows, self._sequence, self._first, len(routes))
         self._write_block(KIND_TOKENS, head + routes + values)
         self._rows, self._num_rows = [rest], self._num_rows - num_rows
@@ -180,9 +239,12 @@ class RecordedTrace(Trace):
     def __init__(self, path: Path, partial: bool = False):
         self.path, self._partial = path, partial
         self.num_experts: int
+        self.run: RunSettings | None = None  # of a live run
         self._end = self._num_sequences = 0  # where the end block stands and what it says, if there is one
         with opened(path) as (fd, size):
-            self._begin = self._read_header(fd, size)
+            self._begin, run = self._read_header(fd, size)
+            if run is not None:
+                self.run = self._read_run(fd, size, run)
             end = size - BLOCK.size - END.size
             if end >= self._begin:
                 found = self._block(fd, end, size)
@@ -196,6 +258,10 @@ class RecordedTrace(Trace):
             )
 
     def blocks(self, values: bool = True) -> Iterator[Block]:
+        return (item for item in self.items(values) if isinstance(item, Block))
+
+    def items(self, values: bool = True) -> Iterator[Block | Pass]:
+        """As blocks(); of a live run each pass too, before the block where its tokens begin."""
         at, sequence, first, num_tokens = self._begin, -1, 0, 0  # of the block before: where it stood and ended
         with opened(self.path) as (fd, size):
             limit = size if self.num_tokens is None else self._end
@@ -214,6 +280,8 @@ class RecordedTrace(Trace):
                     sequence, first = block.sequence, block.first + len(block.ids)
                     num_tokens += len(block.ids)
                     yield block
+                elif kind == KIND_PASSES and self.run is not None:
+                    yield from self._unpacked_passes(payload, at, max(self.run.record_bytes))
                 at += BLOCK.size + len(payload)
         if self.num_tokens is not None and (num_tokens, sequence + 1) != (self.num_tokens, self._num_sequences):
             raise self._wrong(
@@ -222,8 +290,8 @@ class RecordedTrace(Trace):
                 f"{self._num_sequences}",
             )
 
-    def _read_header(self, fd: int, size: int) -> int:
-        """Sets the shape; returns the offset of the first block."""
+    def _read_header(self, fd: int, size: int) -> tuple[int, Fields | None]:
+        """Sets the shape; returns the offset of the first block, and what it says of a live run."""
         where = f"{self.path}: header"
         if size < HEADER.size:
             raise HeadraceError(f"{self.path}: truncated: expected a header of {HEADER.size} bytes, found {size}")
@@ -251,7 +319,41 @@ class RecordedTrace(Trace):
         self.num_experts = fields.integer("num_experts", high=MAX_EXPERTS)
         self.num_layers = fields.integer("num_layers", high=MAX_LAYERS)
         self.top_k = fields.integer("top_k", high=min(self.num_experts, MAX_TOKEN_ROUTES // self.num_layers))
-        return HEADER.size + json_bytes
+        return HEADER.size + json_bytes, fields.fields("run", None)
+
+    def _read_run(self, fd: int, size: int, run: Fields) -> RunSettings:
+        num_experts = self.num_layers * self.num_experts
+        found = self._block(fd, self._begin, size)
+        if found is None or found[0] != KIND_SIZES or num_experts > MAX_RUN_EXPERTS:
+            raise self._wrong(self._begin, "expected the sizes of the run's experts")
+        raw = np.frombuffer(self._inflate(found[1], 8 * (self.num_layers + num_experts), self._begin), "<u8")
+        if raw.min() < 1 or raw.max() >= 1 << 40:
+            raise self._wrong(self._begin, "sizes of experts that are not 1 to 2^40 bytes")
+        return RunSettings(
+            run.text("policy"),
+            run.integer("hot_routes", low=0, high=1 << 62),
+            tuple(raw[: self.num_layers].tolist()),
+            raw[self.num_layers :].reshape(self.num_layers, self.num_experts),
+        )
+
+    def _unpacked_passes(self, payload: bytes, at: int, smallest_arena: int) -> Iterator[Pass]:
+        n, num_out = PASSES.unpack_from(payload) if len(payload) >= PASSES.size else (0, 0)
+        if not 1 <= n <= MAX_BLOCK_PASSES or num_out > MAX_BLOCK_ROUTES:
+            raise self._wrong(at, f"{n} passes with {num_out} rows of logits")
+        numbers = 1 + len(COUNTERS)
+        data = self._inflate(payload[PASSES.size :], n * (8 * numbers + 8) + 4 * num_out, at)
+        wide = np.frombuffer(data, "<u8", n * numbers).reshape(numbers, n).tolist()
+        rows, counts = np.frombuffer(data, "<u4", 2 * n, 8 * n * numbers).reshape(2, n).astype(np.int64)
+        out = np.frombuffer(data, "<u4", num_out, n * (8 * numbers + 8)).astype(np.int64)
+        ends = counts.cumsum()
+        if rows.min() < 1 or ends[-1] != num_out or min(wide[0]) < smallest_arena:
+            raise self._wrong(at, "passes without rows, or with an arena too small for an expert")
+        for i in range(n):
+            out_rows = out[ends[i] - counts[i] : ends[i]]
+            if len(out_rows) and (out_rows[-1] >= rows[i] or (out_rows[1:] <= out_rows[:-1]).any()):
+                raise self._wrong(at, f"rows of logits that do not ascend below {rows[i]}")
+            counters = {name: wide[1 + c][i] for c, name in enumerate(COUNTERS)}
+            yield Pass(int(rows[i]), out_rows, wide[0][i], counters)
 
     def _block(self, fd: int, at: int, limit: int) -> tuple[int, bytes] | None:
         """(kind, payload) of the block at an offset; None if it is not whole."""
@@ -295,6 +397,15 @@ class RecordedTrace(Trace):
 
     def _wrong(self, at: int, what: str) -> HeadraceError:
         return HeadraceError(f"{self.path}: offset {at}: {what}; record it again")
+
+
+def _packed_passes(passes: list[Pass]) -> bytes:
+    """Column by column: arena and counters u64, rows, numbers of rows of logits u32, then these rows u32."""
+    wide = [[p.arena_bytes for p in passes]] + [[p.counters[name] for p in passes] for name in COUNTERS]
+    out = np.concatenate([p.out_rows for p in passes]).astype("<u4")
+    narrow = [[p.num_rows for p in passes], [len(p.out_rows) for p in passes]]
+    data = np.array(wide, "<u8").tobytes() + np.array(narrow, "<u4").tobytes() + out.tobytes()
+    return PASSES.pack(len(passes), len(out)) + zlib.compress(data)
 
 
 def _id_type(num_experts: int) -> str:
