@@ -79,6 +79,10 @@ int main(int argc, char** argv) {
   const int first = only_reference ? 2 : 1;
   const unsigned threads = argc > first ? static_cast<unsigned>(std::atoi(argv[first])) : 2;
   const int repeats = argc > first + 1 ? std::atoi(argv[first + 1]) : 5;
+  if (threads < 1 || threads > 1024 || repeats < 1 || argc > first + 2) {
+    std::fprintf(stderr, "usage: micro [reference] [threads] [repeats]\n");
+    return 2;
+  }
   uint8_t* weights = static_cast<uint8_t*>(std::aligned_alloc(kHugePage, kWeightBytes + kHugePage));
   prefer_huge_pages(weights, kWeightBytes + kHugePage);  // as the engine's weights lie
   std::memset(weights, 1, kWeightBytes);

@@ -3,10 +3,13 @@
     python benchmarks/whole_model.py MODEL --micro PATH [--trace TRACE] [--threads 2] [--rounds 7]
         [--only decode,prefill,passes] [-o results.json]
 
-MODEL can be made by benchmarks/synth.py; PATH is the `micro` that -DHEADRACE_BENCHMARKS=ON builds, which measures the
-references (streaming read, int8 and float products) right before each pass, so that a slow minute of the machine
-slows both. With --trace, routes come from a recorded trace and passes of n tokens hit the experts that n consecutive
-tokens of it hit.
+MODEL can be made by benchmarks/synth.py. PATH is the `micro` that this builds:
+
+    cmake -S . -B build-bench -DHEADRACE_BENCHMARKS=ON && cmake --build build-bench --target micro
+
+It measures the references (streaming read, int8 and float products) right before each pass, so that a slow minute of
+the machine slows both. With --trace, routes come from a recorded trace and passes of n tokens hit the experts that n
+consecutive tokens of it hit.
 
 decode   one token at contexts 64, 512 and 4,000: tokens/s, and the bytes of all weights that it needs over the time,
          as a share of the read ("of stream"), without and with the keys and values that it reads; and the attention
@@ -33,6 +36,7 @@ import numpy as np
 from compare_llama_cpp import git_commit, machine
 
 from headrace.engine import Engine, EngineOptions, Session
+from headrace.errors import HeadraceError
 from headrace.experts.traces import Replay, load_replay, open_trace
 from headrace.formats import open_checkpoint
 from headrace.formats.checkpoint import Checkpoint, DType
@@ -41,6 +45,7 @@ from headrace.models.families import build_graph
 PREFILLS = (128, 512, 2048, 4096)
 PASSES = (1, 2, 3, 4, 6, 8, 12, 16)
 DECODE_CONTEXTS, PASS_CONTEXT = (64, 512, 4000), 64
+TABLES = ("decode", "prefill", "passes")
 QUANTIZED = (DType.Q4_0, DType.Q8_0)
 
 
@@ -54,7 +59,10 @@ class Reference:
         self._read()
 
     def _read(self) -> dict[str, float]:
-        return json.loads(self._process.stdout.readline())
+        line = self._process.stdout.readline()
+        if not line.startswith("{"):
+            raise ValueError(f"{self._process.args[0]}: printed {line!r}, expected the references; is it `micro`?")
+        return json.loads(line)
 
     def measure(self) -> dict[str, float]:
         self._process.stdin.write("\n")
@@ -90,6 +98,8 @@ class Bench:
         self.replay: Replay | None = None
         if args.trace:
             trace = open_trace(Path(args.trace), config.num_experts)
+            layers = len(self.checkpoint.experts)
+            trace.check_shape(layers, config.num_experts, config.num_experts_per_tok, self.checkpoint.name)
             self.replay = load_replay(trace, config.max_position_embeddings)
         self.engine = Engine(
             self.checkpoint,
@@ -129,8 +139,7 @@ class Bench:
         return seconds, {op: after[op] - before[op] for op in after}, reference
 
     def routes(self, session: Session, n: int) -> np.ndarray:
-        if self.replay is None:
-            raise SystemExit("passes need --trace")
+        assert self.replay is not None
         return self.replay.rows(session.length, n)
 
     # ---- the three tables
@@ -254,17 +263,25 @@ def products_share(by_op: list[dict[str, float]]) -> float:
 
 
 def main() -> None:
-    ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("model")
     ap.add_argument("--micro", required=True)
     ap.add_argument("--trace")
     ap.add_argument("--threads", type=int, default=2)
     ap.add_argument("--rounds", type=int, default=7)
-    ap.add_argument("--only", default="decode,prefill,passes")
+    ap.add_argument("--only", default=",".join(TABLES))
     ap.add_argument("-o", "--output", type=Path)
     args = ap.parse_args()
-    bench = Bench(args)
-    results = {name: getattr(bench, name)() for name in args.only.split(",")}
+    tables = args.only.split(",")
+    if unknown := [name for name in tables if name not in TABLES]:
+        ap.error(f"--only {unknown[0]}: expected some of {', '.join(TABLES)}")
+    if "passes" in tables and not args.trace:
+        ap.error("passes need --trace, or leave them out with --only")
+    try:
+        bench = Bench(args)
+    except (HeadraceError, OSError, ValueError) as error:
+        sys.exit(f"whole_model: {error}")
+    results = {name: getattr(bench, name)() for name in tables}
     references = [bench.reference.measure() for _ in range(5)]
     if args.output:
         args.output.write_text(

@@ -105,14 +105,15 @@ def bench(
     decode = report["decode"]
     per_token = decode["expert_bytes_read"] / gen_tokens if gen_tokens else 0
     print(
-        f"{report['model']}: prefill {prompt_tokens} at {report['prefill_tps']:.1f} tokens/s, "
+        f"{report['model']}: prefill {prompt_tokens} at {report['prefill_tps']:.1f} tokens/s"
         + (
-            f"decode {gen_tokens} at {report['decode_tps']:.2f} tokens/s, "
-            f"hit rate {report['decode_hit_rate']:.1%}, {format_size(int(per_token))} read a token "
+            f", decode {gen_tokens} at {report['decode_tps']:.2f} tokens/s, "
+            f"hit rate {report['decode_hit_rate']:.1%}, {format_size(int(per_token))} read a token"
             if gen_tokens
             else ""
         )
-        + (f"(median of {repeat}); routes of {replay.name}; " if replay is not None else f"(median of {repeat}); ")
+        + f" (median of {repeat}); "
+        + (f"routes of {replay.name}; " if replay is not None else "")
         + f"residency {report['residency']:.0%}, peak memory {format_size(report['peak_rss_bytes'])} "
         f"of {format_size(report['budget_bytes'])}, {report['num_threads']} threads, {report['isa']}"
     )

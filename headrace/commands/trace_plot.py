@@ -16,7 +16,7 @@ def check_plot(path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
-        raise HeadraceError("plots need Matplotlib: pip install 'headrace[report]'") from None
+        raise HeadraceError("plots need Matplotlib: pip install matplotlib") from None
     kinds = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix[1:].lower() not in kinds:
         raise HeadraceError(f"{path}: a plot's name ends in one of .{', .'.join(sorted(kinds))}")

@@ -254,7 +254,7 @@ class RecordedTrace(Trace):
         if self.num_tokens is None and not partial:
             raise HeadraceError(
                 f"{path}: has no end: its recording was cut off, or the file was; record it again "
-                "(`headrace trace --report --partial` reads its whole blocks)"
+                f"(`headrace trace --report {path} --partial` reads its whole blocks)"
             )
 
     def blocks(self, values: bool = True) -> Iterator[Block]:
