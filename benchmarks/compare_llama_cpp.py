@@ -89,7 +89,7 @@ def main() -> None:
                     "date": datetime.now(UTC).isoformat(timespec="seconds"),
                     "commit": git_commit(),
                     "machine": machine(),
-                    "arguments": {k: str(v) for k, v in vars(args).items()},
+                    "arguments": arguments(args),
                     "disk_bytes_per_s": disk_bytes_per_s,
                     "results": results,
                 },
@@ -199,6 +199,11 @@ def summary(results: dict[str, list[dict]], disk_bytes_per_s: float | None) -> l
         if ratios:
             lines.append(f"resident, headrace / llama.cpp, {key.split('_')[0]}: {median(ratios):.2f}")
     return lines
+
+
+def arguments(args: argparse.Namespace) -> dict[str, str]:
+    """For a results file: names of files, not where they lay."""
+    return {k: Path(str(v)).name for k, v in vars(args).items() if v is not None and k != "output"}
 
 
 def git_commit() -> str:

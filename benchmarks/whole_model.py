@@ -33,7 +33,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from compare_llama_cpp import git_commit, machine
+from compare_llama_cpp import arguments, git_commit, machine
 
 from headrace.engine import Engine, EngineOptions, Session
 from headrace.errors import HeadraceError
@@ -290,7 +290,7 @@ def main() -> None:
                     "date": datetime.now(UTC).isoformat(timespec="seconds"),
                     "commit": git_commit(),
                     "machine": machine(),
-                    "arguments": {k: str(v) for k, v in vars(args).items() if k not in ("micro", "output")},
+                    "arguments": arguments(args),
                     "reference": {k: median(r[k] for r in references) for k in references[0] if k != "isa"},
                     "isa": references[0]["isa"],
                     **results,
