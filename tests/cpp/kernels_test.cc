@@ -492,21 +492,21 @@ TEST("store_key: same bytes, and each element where the tile layout has it") {
 }
 
 TEST("attend: same bits over head sizes, windows and shared heads") {
-  for (const Kernels* k : others()) {
-    for (DType type : {DType::kF16, DType::kF32}) {
-      for (uint32_t head_dim : {1u, 8u, 16u, 33u, 128u, 200u}) {
-        const uint32_t positions = 150;
-        const Stored stored(positions, head_dim, type);
-        for (uint32_t num_q : {1u, 2u, 3u, 4u, 5u, 6u, 7u, 8u, 11u}) {
-          const std::vector<float> q = normals(positions * num_q * head_dim);
-          for (uint32_t window : {0u, 1u, 40u, 64u, 100u}) {
-            const KeysAndValues kv = {head_dim, type, stored.keys.data(), stored.values.data(), window, 0.3f};
-            for (auto [position, n] : {std::pair{0u, 1u}, {63u, 1u}, {149u, 1u}, {0u, 7u}, {60u, 9u}, {137u, 13u}})
-              CHECK(same_bits(attend(*k, kv, q, num_q, position, n), attend(portable, kv, q, num_q, position, n)));
-          }
-        }
+  const uint32_t positions = 150;
+  const auto check = [&](DType type, uint32_t head_dim, uint32_t num_q, const std::vector<uint32_t>& windows) {
+    const Stored stored(positions, head_dim, type);
+    const std::vector<float> q = normals(positions * num_q * head_dim);
+    for (uint32_t window : windows) {
+      const KeysAndValues kv = {head_dim, type, stored.keys.data(), stored.values.data(), window, 0.3f};
+      for (auto [position, n] : {std::pair{0u, 1u}, {63u, 1u}, {149u, 1u}, {0u, 7u}, {60u, 9u}, {137u, 13u}}) {
+        const std::vector<float> want = attend(portable, kv, q, num_q, position, n);
+        for (const Kernels* k : others()) CHECK(same_bits(attend(*k, kv, q, num_q, position, n), want));
       }
     }
+  };
+  for (DType type : {DType::kF16, DType::kF32}) {
+    for (uint32_t head_dim : {1u, 8u, 16u, 33u, 128u, 200u}) check(type, head_dim, 3, {0, 64});
+    for (uint32_t num_q : {1u, 2u, 3u, 4u, 5u, 6u, 7u, 8u, 11u}) check(type, 24, num_q, {0, 1, 40, 64, 100});
   }
 }
 
@@ -515,7 +515,7 @@ TEST("attend: a row's bits do not depend on how rows are cut, nor on the heads b
   tables.push_back(&portable);
   for (const Kernels* k : tables) {
     for (DType type : {DType::kF16, DType::kF32}) {
-      const uint32_t positions = 170, head_dim = 40;
+      const uint32_t positions = 170, head_dim = 24;
       Stored stored(positions, head_dim, type);
       // A value of 0 with the sign that adding 0 would lose, and one that no earlier row may meet.
       const std::vector<float> minus_zero(head_dim, -0.0f), nan(head_dim, kNan);
@@ -523,8 +523,10 @@ TEST("attend: a row's bits do not depend on how rows are cut, nor on the heads b
       portable.store_kv(nan.data(), stored.values.data() + row_bytes(type, 165 * head_dim), head_dim, type);
       portable.store_key(nan.data(), head_dim, 165, type, stored.keys.data());
       for (uint32_t num_q : {1u, 3u, 8u}) {
+        if (k == &portable && (num_q != 3 || type != DType::kF16)) continue;  // minutes under a sanitizer
         const std::vector<float> q = normals(positions * num_q * head_dim);
-        for (uint32_t window : {0u, 3u, 50u, 64u}) {
+        for (uint32_t window : {0u, 3u, 64u}) {
+          if (num_q != 3 && window == 3) continue;
           const KeysAndValues kv = {head_dim, type, stored.keys.data(), stored.values.data(), window, 0.3f};
           std::vector<float> one_by_one;
           for (uint32_t p = 0; p < positions; ++p) {
@@ -532,7 +534,7 @@ TEST("attend: a row's bits do not depend on how rows are cut, nor on the heads b
             one_by_one.insert(one_by_one.end(), row.begin(), row.end());
           }
           const size_t width = num_q * head_dim;
-          for (uint32_t n = 1; n <= 40; n += 1 + n / 10) {
+          for (uint32_t n = 1; n <= 40; n += 1 + n / 4) {
             for (uint32_t p = 0; p < positions; p += n) {
               const uint32_t rows = std::min(n, positions - p);
               const auto want = one_by_one.begin() + p * width;

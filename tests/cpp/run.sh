@@ -32,4 +32,7 @@ sanitize=$mode benchmarks=OFF
 cmake -S . -B "$build" -G Ninja -DHEADRACE_TESTS=ON -DHEADRACE_BENCHMARKS=$benchmarks \
   -DHEADRACE_SANITIZE="$sanitize" >/dev/null
 cmake --build "$build"
-ASAN_OPTIONS=detect_leaks=1 ctest --test-dir "$build" --output-on-failure
+# Kernels start no threads, and take minutes where every access is watched for races.
+leave_out='^$'
+[ "$mode" = thread ] && leave_out='^kernels_test$'
+ASAN_OPTIONS=detect_leaks=1 ctest --test-dir "$build" --output-on-failure -E "$leave_out"
