@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -241,7 +242,7 @@ def observed(engine: Engine, sizes: list[int]) -> tuple[list[Routing], np.ndarra
     seen: list[Routing] = []
 
     def observe(r: Routing) -> None:
-        seen.append(Routing(r.first, r.ids.copy(), r.weights.copy(), r.scores.copy()))
+        seen.append(replace(r, ids=r.ids.copy(), weights=r.weights.copy(), scores=r.scores.copy()))
 
     session, at = engine.session(observe=observe), 0
     for n in sizes:
