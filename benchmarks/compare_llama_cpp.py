@@ -29,6 +29,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -83,19 +84,7 @@ def main() -> None:
     for line in table:
         print(line)
     if args.output:
-        args.output.write_text(
-            json.dumps(
-                {
-                    "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                    "commit": git_commit(),
-                    "machine": machine(),
-                    "arguments": arguments(args),
-                    "disk_bytes_per_s": disk_bytes_per_s,
-                    "results": results,
-                },
-                indent=1,
-            )
-        )
+        write_results(args, disk_bytes_per_s=disk_bytes_per_s, results=results)
 
 
 def capped(limit_bytes: int | None) -> list[str]:
@@ -201,9 +190,15 @@ def summary(results: dict[str, list[dict]], disk_bytes_per_s: float | None) -> l
     return lines
 
 
-def arguments(args: argparse.Namespace) -> dict[str, str]:
-    """For a results file: names of files, not where they lay."""
-    return {k: Path(str(v)).name for k, v in vars(args).items() if v is not None and k != "output"}
+def write_results(args: argparse.Namespace, **values: Any) -> None:
+    """To args.output, with what they were measured from: names of files, not where they lay."""
+    header = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": git_commit(),
+        "machine": machine(),
+        "arguments": {k: Path(str(v)).name for k, v in vars(args).items() if v is not None and k != "output"},
+    }
+    args.output.write_text(json.dumps(header | values, indent=1) + "\n")
 
 
 def git_commit() -> str:

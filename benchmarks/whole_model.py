@@ -27,17 +27,17 @@ import json
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from compare_llama_cpp import arguments, git_commit, machine
+from compare_llama_cpp import write_results
 
+from headrace.commands.bench import open_replay
 from headrace.engine import Engine, EngineOptions, Session
 from headrace.errors import HeadraceError
-from headrace.experts.traces import Replay, load_replay, open_trace
+from headrace.experts.traces import Replay
 from headrace.formats import open_checkpoint
 from headrace.formats.checkpoint import Checkpoint, DType
 from headrace.models.families import build_graph
@@ -97,10 +97,7 @@ class Bench:
         config = self.checkpoint.config
         self.replay: Replay | None = None
         if args.trace:
-            trace = open_trace(Path(args.trace), config.num_experts)
-            layers = len(self.checkpoint.experts)
-            trace.check_shape(layers, config.num_experts, config.num_experts_per_tok, self.checkpoint.name)
-            self.replay = load_replay(trace, config.max_position_embeddings)
+            self.replay = open_replay(self.checkpoint, Path(args.trace), config.max_position_embeddings)
         self.engine = Engine(
             self.checkpoint,
             EngineOptions(
@@ -113,7 +110,7 @@ class Bench:
         self.reference = Reference(args.micro, args.threads)
         experts = self.engine.experts
         self.weights = Weights(
-            self.checkpoint, [self.engine._source.record_bytes(i) for i in range(len(self.checkpoint.experts))]
+            self.checkpoint, [self.engine.record_bytes(i) for i in range(len(self.checkpoint.experts))]
         )
         self.rng = np.random.default_rng(0)
         self._fill_arena()
@@ -284,21 +281,8 @@ def main() -> None:
     results = {name: getattr(bench, name)() for name in tables}
     references = [bench.reference.measure() for _ in range(5)]
     if args.output:
-        args.output.write_text(
-            json.dumps(
-                {
-                    "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                    "commit": git_commit(),
-                    "machine": machine(),
-                    "arguments": arguments(args),
-                    "reference": {k: median(r[k] for r in references) for k in references[0] if k != "isa"},
-                    "isa": references[0]["isa"],
-                    **results,
-                },
-                indent=1,
-            )
-            + "\n"
-        )
+        reference = {k: median(r[k] for r in references) for k in references[0] if k != "isa"}
+        write_results(args, reference=reference, isa=references[0]["isa"], **results)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,11 @@ from collections.abc import Callable
 from enum import Enum
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO, TypeVar
+from typing import Annotated, NoReturn, TextIO, TypeVar
 
 import typer
 
 from headrace.errors import HeadraceError
-
-if TYPE_CHECKING:
-    from headrace.experts.simulate import Policy
 
 app = typer.Typer(
     name="headrace",
@@ -78,12 +75,20 @@ def _memory_bytes(text: str | None) -> int | None:
 def _size_bytes(text: str | None, option: str) -> int | None:
     from headrace.sizes import parse_size
 
-    if text is None:
-        return None
+    return _parsed(text, parse_size, option) if text is not None else None
+
+
+def _parsed(text: str, parse: Callable[[str], T], option: str) -> T:
+    """What parse() refuses is wrong usage of the option."""
     try:
-        return parse_size(text)
-    except HeadraceError as error:
+        return parse(text)
+    except (HeadraceError, ValueError, ZeroDivisionError) as error:
         raise typer.BadParameter(str(error), param_hint=option) from error
+
+
+def _check_top_p(top_p: float | None) -> None:
+    if top_p is not None and not 0 < top_p <= 1:
+        raise typer.BadParameter(f"{top_p} is not above 0 and at most 1", param_hint="--top-p")
 
 
 def _read_prompt(text: str | None, file: Path | None) -> str:
@@ -214,8 +219,7 @@ def run_command(
     json: Json = False,
 ) -> None:
     """Generate text from a prompt."""
-    if top_p is not None and not 0 < top_p <= 1:
-        raise typer.BadParameter(f"{top_p} is not above 0 and at most 1", param_hint="--top-p")
+    _check_top_p(top_p)
     text = _read_prompt(prompt, file)
     from headrace.commands.run import RunOptions, run
 
@@ -314,24 +318,14 @@ def bench_command(
 ) -> None:
     """Measure prefill and decode speed on random token ids."""
     from headrace.commands.bench import bench
-
-    bench(model, prompt, gen, repeat, _memory_bytes(memory), threads, seed, replay, _policy(policy), json)
-
-
-def _policy(name: str) -> Policy:
     from headrace.experts.simulate import parse_policy
 
-    try:
-        return parse_policy(name)
-    except HeadraceError as error:
-        raise typer.BadParameter(str(error), param_hint="--policy") from error
+    known = _parsed(policy, parse_policy, "--policy")
+    bench(model, prompt, gen, repeat, _memory_bytes(memory), threads, seed, replay, known, json)
 
 
-def _list(text: str, convert: Callable[[str], T], option: str) -> list[T]:
-    try:
-        return [convert(part.strip()) for part in text.split(",")]
-    except (HeadraceError, ValueError, ZeroDivisionError) as error:
-        raise typer.BadParameter(str(error), param_hint=option) from error
+def _list(text: str, parse: Callable[[str], T], option: str) -> list[T]:
+    return [_parsed(part.strip(), parse, option) for part in text.split(",")]
 
 
 def _residency(text: str) -> Fraction:
@@ -505,8 +499,7 @@ def trace_command(
     for name, given in (("--temp", temperature), ("--top-p", top_p), ("--seed", seed), ("--raw", raw or None)):
         if given is not None and num_tokens is None:
             raise typer.BadParameter("goes with -n", param_hint=name)
-    if top_p is not None and not 0 < top_p <= 1:
-        raise typer.BadParameter(f"{top_p} is not above 0 and at most 1", param_hint="--top-p")
+    _check_top_p(top_p)
     from headrace.commands.trace import TraceOptions, record
 
     record(

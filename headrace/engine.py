@@ -114,7 +114,7 @@ def _routing_shape(checkpoint: Checkpoint, rows: int) -> tuple[int, int, int]:
 
 def make_plan(checkpoint: Checkpoint, options: EngineOptions) -> MemoryPlan:
     """Reads the machine and plans; loads nothing. Raises HeadraceError if it cannot work."""
-    return _plan(checkpoint, options, _expert_source(checkpoint))
+    return _plan(checkpoint, options, expert_source(checkpoint))
 
 
 def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSource) -> MemoryPlan:
@@ -169,7 +169,7 @@ def _release_free_memory() -> None:
     _core.release_free_memory()
 
 
-def _expert_source(checkpoint: Checkpoint) -> _core.ExpertSource:
+def expert_source(checkpoint: Checkpoint) -> _core.ExpertSource:
     return _core.ExpertSource([str(f) for f in checkpoint.files], list(checkpoint.experts))
 
 
@@ -186,7 +186,7 @@ class Engine:
         self._lock = threading.Lock()  # held by a pass, and by whatever must not happen during one
         self._pid: int | None = os.getpid()  # None: closed
         self.config = checkpoint.config
-        self._source = source = _expert_source(checkpoint)
+        self._source = source = expert_source(checkpoint)
         self.plan = _plan(checkpoint, options, source)
         self.num_threads = options.num_threads or machine.num_cpus()
         self.max_rows = self.plan.max_rows

@@ -23,7 +23,8 @@ from headrace.formats.checkpoint import Checkpoint
 from headrace.sizes import format_size
 
 
-def _replay(checkpoint: Checkpoint, path: Path, max_tokens: int) -> Replay:
+def open_replay(checkpoint: Checkpoint, path: Path, max_tokens: int) -> Replay:
+    """The first tokens of a trace. HeadraceError if it is not of a model of this shape."""
     config = checkpoint.config
     trace = open_trace(path, config.num_experts)
     trace.check_shape(len(checkpoint.experts), config.num_experts, config.num_experts_per_tok, checkpoint.name)
@@ -56,7 +57,7 @@ def bench(
     if policy.lookahead and trace is None:
         raise HeadraceError(f"{policy.name} needs to know the future; give it with --replay TRACE")
     checkpoint = open_model(model)
-    replay = _replay(checkpoint, trace, prompt_tokens + gen_tokens) if trace is not None else None
+    replay = open_replay(checkpoint, trace, prompt_tokens + gen_tokens) if trace is not None else None
     options = EngineOptions(
         context=prompt_tokens + gen_tokens,
         memory_bytes=memory_bytes,

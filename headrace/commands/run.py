@@ -24,7 +24,7 @@ from headrace.text.stop import stop_token_ids
 from headrace.text.stream import TextStream
 from headrace.text.tokenizer import Tokenizer
 
-_PIECE_CHARS = 32 << 10
+PIECE_CHARS = 32 << 10  # tokenized at a time, which takes some 200 bytes of memory a byte
 
 
 @dataclass(frozen=True)
@@ -158,14 +158,14 @@ def prefill_progress(done: int, total: int) -> None:
 
 
 def _refuse_far_too_long(tokenizer: Tokenizer, prompt: str, limit: int) -> None:
-    """Tokenizing takes some 200 bytes of memory a byte, so this is told from pieces first.
+    """Tokenizing the whole could take more than the budget, so this is told from pieces first.
 
     Cutting a text adds a few tokens where it cuts; it never doubles them.
     """
     num_tokens = 0
-    for begin in range(0, len(prompt), _PIECE_CHARS):
-        num_tokens += len(tokenizer.encode(prompt[begin : begin + _PIECE_CHARS], add_special_tokens=False))
-        if num_tokens > 2 * limit + _PIECE_CHARS:
+    for begin in range(0, len(prompt), PIECE_CHARS):
+        num_tokens += len(tokenizer.encode(prompt[begin : begin + PIECE_CHARS], add_special_tokens=False))
+        if num_tokens > 2 * limit + PIECE_CHARS:
             raise HeadraceError(
                 f"the prompt has more than {num_tokens // 2} tokens, the model's limit is {limit}; shorten the prompt"
             )

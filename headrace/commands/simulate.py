@@ -11,10 +11,10 @@ from typing import Any
 
 from headrace import _core, machine
 from headrace.commands.model import open_model
+from headrace.engine import expert_source
 from headrace.errors import HeadraceError
 from headrace.experts.recorded_run import replay_run
 from headrace.experts.simulate import Policy, Shape, Simulation, read_shape, simulate
-from headrace.experts.trace_file import RecordedTrace
 from headrace.experts.traces import Trace, open_trace
 from headrace.sizes import format_size
 
@@ -27,7 +27,7 @@ def _shape(trace: Trace, model: str | None, num_experts: int | None, record_byte
     checkpoint = open_model(model)
     config = checkpoint.config
     trace.check_shape(len(checkpoint.experts), config.num_experts, config.num_experts_per_tok, checkpoint.name)
-    source = _core.ExpertSource([str(f) for f in checkpoint.files], list(checkpoint.experts))
+    source = expert_source(checkpoint)
     sizes = tuple(source.record_bytes(layer) for layer in range(len(checkpoint.experts)))
     return replace(read_shape(trace, config.num_experts), record_bytes=sizes)
 
@@ -77,8 +77,6 @@ def simulate_recorded(path: Path, partial: bool, as_json: bool) -> None:
     """Replays the run that a trace holds; HeadraceError if it would have counted anything else."""
     _core.exit_on_interrupt(True)  # nothing is written
     trace = open_trace(path, partial=partial)
-    if not isinstance(trace, RecordedTrace):
-        raise HeadraceError(f"{path}: holds no run, only routes; record one with `headrace run MODEL --record T`")
     run = replay_run(trace)
     report = {
         "trace": str(path),

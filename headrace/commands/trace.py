@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace import _core
 from headrace.commands.model import Text, open_model_and_text
-from headrace.commands.run import prefill_progress, session_report
+from headrace.commands.run import PIECE_CHARS, prefill_progress, session_report
 from headrace.commands.trace_report import count_of
 from headrace.engine import Engine, EngineOptions, Routing
 from headrace.errors import HeadraceError
@@ -28,9 +28,6 @@ from headrace.text.files import read_text
 from headrace.text.sampling import Sampler, sampler_from_defaults
 from headrace.text.stop import stop_token_ids
 from headrace.text.tokenizer import Tokenizer
-
-# Tokenizing takes some 200 bytes of memory a byte: longer texts are cut, at the ends of lines where there are any.
-PIECE_CHARS = 32 << 10
 
 
 @dataclass(frozen=True)
@@ -137,6 +134,7 @@ def _sequences(options: TraceOptions, checkpoint: Checkpoint, text: Text) -> lis
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Piece by piece, cut at the ends of lines where there are any."""
     parts, begin = [], 0
     while begin < len(text) or not begin:
         end = begin + PIECE_CHARS

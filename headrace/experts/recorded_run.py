@@ -17,7 +17,7 @@ from headrace import _core
 from headrace.engine import Engine, Routing
 from headrace.errors import HeadraceError
 from headrace.experts.trace_file import COUNTERS, MAX_BLOCK_PASSES, Pass, RecordedTrace, RunSettings, TraceWriter
-from headrace.experts.traces import Block, ModelIdentity
+from headrace.experts.traces import Block, ModelIdentity, Trace
 
 # Of any number of rows, each ended by end_pass().
 _ANY_WINDOW = 2**32 - 1
@@ -87,12 +87,12 @@ def replayable_policies() -> list[str]:
     return [name for name in _core.policy_names() if name != "belady"]
 
 
-def replay_run(trace: RecordedTrace) -> ReplayedRun:
+def replay_run(trace: Trace) -> ReplayedRun:
     """Does again, with the engine's own residency and policy and no loads, what the run did. HeadraceError if its
     counters differ from the run's after any pass, or if the trace holds no run."""
-    run = trace.run
-    if run is None:
+    if not isinstance(trace, RecordedTrace) or trace.run is None:
         raise HeadraceError(f"{trace.path}: holds no run, only routes; record one with `headrace run MODEL --record T`")
+    run = trace.run
     if run.policy not in replayable_policies():
         raise HeadraceError(
             f"{trace.path}: header: a run with cache policy {run.policy!r}, expected one of "
