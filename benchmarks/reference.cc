@@ -6,16 +6,7 @@
 #include "kernels/kernels.h"
 
 #if defined(__x86_64__)
-#if defined(__GNUC__) && !defined(__clang__)
-// As in kernels/lanes_avx512.h.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-#else
-#include <immintrin.h>
-#endif
+#include "kernels/immintrin.h"
 #endif
 
 namespace headrace {
@@ -126,8 +117,7 @@ __attribute__((target("avx2,fma"))) uint64_t float_avx2(uint64_t rounds) {
 
 bool uses(const char* isa) { return std::string_view(kernels().isa) == isa; }
 
-}  // namespace
-
+// Reads n bytes as wide as the instruction set allows, with the prefetches that serve it best. n % 4096 == 0.
 uint64_t read_stream(const uint8_t* p, size_t n) {
 #if defined(__x86_64__)
   if (uses("avx512")) return read_avx512(p, n);
@@ -136,6 +126,8 @@ uint64_t read_stream(const uint8_t* p, size_t n) {
   return read_plain(p, n);
 }
 
+// Products in registers only, nothing loaded: `rounds` rounds of independent chains. They return how many
+// multiply-accumulates that was: int8 by vpdpbusd (vpmaddubsw where there is no VNNI), and float by FMA.
 uint64_t int8_products(uint64_t rounds) {
 #if defined(__x86_64__)
   if (uses("avx512")) return int8_avx512(rounds);
@@ -152,9 +144,9 @@ uint64_t float_products(uint64_t rounds) {
   return float_products_plain(rounds);
 }
 
-namespace {
 constexpr uint64_t kRounds = 1'000'000;  // some 10 ms
-}
+
+}  // namespace
 
 double stream_bytes_per_s(unsigned threads, const uint8_t* p, size_t n) {
   std::vector<uint64_t> sums(threads);

@@ -10,14 +10,6 @@
 
 namespace headrace {
 
-// Reads n bytes as wide as the instruction set allows, with the prefetches that serve it best. n % 4096 == 0.
-uint64_t read_stream(const uint8_t* p, size_t n);
-
-// Products in registers only, nothing loaded: `rounds` rounds of independent chains. They return how many
-// multiply-accumulates that was: int8 by vpdpbusd (vpmaddubsw where there is no VNNI), and float by FMA.
-uint64_t int8_products(uint64_t rounds);
-uint64_t float_products(uint64_t rounds);
-
 inline double thread_cpu_s() {
   timespec t;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);

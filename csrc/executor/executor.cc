@@ -18,12 +18,14 @@ namespace headrace {
 
 namespace {
 
-void run_op(const PassContext& ctx, const OpInfo& op) {
+// ops: one, or linears of one x.
+void run_ops(const PassContext& ctx, std::span<const OpInfo> ops) {
+  const OpInfo& op = ops[0];
   switch (op.code) {
     case OpCode::kEmbed: return run_embed(ctx, op);
     case OpCode::kRmsNorm: return run_rms_norm(ctx, op);
     case OpCode::kQuantize: return run_quantize(ctx, op);
-    case OpCode::kLinear: return run_linears(ctx, {&op, 1});
+    case OpCode::kLinear: return run_linears(ctx, ops);
     case OpCode::kRopeAngles: return run_rope_angles(ctx, op);
     case OpCode::kRope: return run_rope(ctx, op);
     case OpCode::kAttention: return run_attention(ctx, op);
@@ -100,7 +102,8 @@ class DefaultFloatMode {
 }  // namespace
 
 struct Executor::Impl {
-  Program program;
+  const Program program;
+  std::vector<std::span<const OpInfo>> jobs;  // program.ops in order: one each, or linears of one x
   const Weights& weights;
   ExpertMemory* experts;
   const Kernels& kernels;
@@ -126,6 +129,10 @@ struct Executor::Impl {
     size_expert_buffers(program, buffers);
     buffers.order.reserve(program.max_rows);
     positions.reserve(program.max_rows);
+    for (size_t i = 0; i < program.ops.size(); i += jobs.back().size()) {
+      const std::span<const OpInfo> linears = linears_from(program, i);
+      jobs.push_back(linears.empty() ? std::span(&program.ops[i], 1) : linears);
+    }
     scratch.commit();
   }
 
@@ -150,20 +157,12 @@ struct Executor::Impl {
     assign_positions(pass);
     stopping = false;
     const PassContext ctx{program, weights, experts, kernels, pool, scratch.data(), buffers, pass, positions, stopping};
-    std::span<const OpInfo> ops;
-    for (size_t i = 0; i < program.ops.size(); i += ops.size()) {
-      const OpInfo& op = program.ops[i];
-      ops = linears_from(program, i);
+    for (const std::span<const OpInfo> ops : jobs) {
       ctx.poll();
       const auto start = std::chrono::steady_clock::now();
-      if (ops.empty()) {
-        ops = {&op, 1};
-        run_op(ctx, op);
-      } else {
-        run_linears(ctx, ops);
-      }
+      run_ops(ctx, ops);
       const auto spent = std::chrono::steady_clock::now() - start;
-      op_ns[static_cast<uint32_t>(op.code)] +=
+      op_ns[static_cast<uint32_t>(ops[0].code)] +=
           static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
     }
     const float* logits = ctx.f32(program.logits);

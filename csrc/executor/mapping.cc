@@ -1,7 +1,5 @@
 #include "executor/mapping.h"
 
-#include <sys/mman.h>
-
 #include <cerrno>
 #include <cstring>
 #include <string>
@@ -21,22 +19,13 @@ namespace {
 
 }  // namespace
 
-Mapping::Mapping(uint64_t bytes) : size_bytes_(round_up(bytes, kPage)), reserved_bytes_(size_bytes_ + kHugePage) {
-  if (size_bytes_ == 0) return;
-  void* p = mmap(nullptr, reserved_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (p == MAP_FAILED) fail("cannot reserve", size_bytes_, errno);
-  reserved_ = static_cast<uint8_t*>(p);
-  data_ = reserved_ + (kHugePage - reinterpret_cast<uint64_t>(reserved_) % kHugePage) % kHugePage;
-  madvise(reserved_, reserved_bytes_, MADV_NOHUGEPAGE);
-  prefer_huge_pages(data_, size_bytes_);
-}
-
-Mapping::~Mapping() {
-  if (reserved_ != nullptr) munmap(reserved_, reserved_bytes_);
+Mapping::Mapping(uint64_t bytes) : size_bytes_(round_up(bytes, kPage)), reservation_(size_bytes_) {
+  if (size_bytes_ > 0 && data() == nullptr) fail("cannot reserve", size_bytes_, errno);
+  prefer_huge_pages(data(), size_bytes_);
 }
 
 void Mapping::commit() {
-  if (const int error = commit_pages(data_, size_bytes_)) fail("cannot commit", size_bytes_, error);
+  if (const int error = commit_pages(data(), size_bytes_)) fail("cannot commit", size_bytes_, error);
 }
 
 }  // namespace headrace

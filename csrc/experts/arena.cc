@@ -14,28 +14,25 @@
 
 namespace headrace {
 
-Arena::Arena(uint32_t num_slots, uint64_t stride_bytes) : stride_bytes_(stride_bytes), committed_(num_slots, 0) {
-  if (sysconf(_SC_PAGESIZE) != static_cast<long>(kPage)) {
-    throw Error("expert arena: expected memory pages of 4096 bytes, found " + std::to_string(sysconf(_SC_PAGESIZE)));
-  }
+namespace {
+
+uint64_t product_or_most(uint64_t a, uint64_t b) {
   uint64_t bytes = 0;
-  void* base = MAP_FAILED;
-  if (__builtin_mul_overflow(num_slots, stride_bytes, &bytes)) {
-    errno = ENOMEM;
-  } else {
-    reserved_bytes_ = bytes + kHugePage;
-    base = mmap(nullptr, reserved_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  }
-  if (base == MAP_FAILED) {
+  return __builtin_mul_overflow(a, b, &bytes) ? UINT64_MAX : bytes;
+}
+
+}  // namespace
+
+Arena::Arena(uint32_t num_slots, uint64_t stride_bytes)
+    : reservation_(product_or_most(num_slots, stride_bytes)), stride_bytes_(stride_bytes), committed_(num_slots, 0) {
+  if (reservation_.data() == nullptr) {
     throw Error("expert arena: cannot reserve address space for " + std::to_string(num_slots) + " slots of " +
                 std::to_string(stride_bytes) + " bytes: " + std::strerror(errno));
   }
-  reserved_ = static_cast<uint8_t*>(base);
-  base_ = reserved_ + (kHugePage - reinterpret_cast<uint64_t>(reserved_) % kHugePage) % kHugePage;
-  madvise(reserved_, reserved_bytes_, MADV_NOHUGEPAGE);  // until grow() asks for them
+  if (sysconf(_SC_PAGESIZE) != static_cast<long>(kPage)) {
+    throw Error("expert arena: expected memory pages of 4096 bytes, found " + std::to_string(sysconf(_SC_PAGESIZE)));
+  }
 }
-
-Arena::~Arena() { munmap(reserved_, reserved_bytes_); }
 
 void Arena::grow(uint32_t slot, uint64_t bytes) {
   const uint64_t have = committed_[slot];
@@ -52,12 +49,13 @@ void Arena::grow(uint32_t slot, uint64_t bytes) {
   }
   committed_[slot] = bytes;
   total_committed_bytes_ += more;
+  uint8_t* const base = reservation_.data();
   // Huge pages that this completed together with what lies before or after.
-  const uint64_t first = static_cast<uint64_t>(begin - base_) / kHugePage * kHugePage;
-  const uint64_t last = static_cast<uint64_t>(begin + more - 1 - base_) / kHugePage * kHugePage;
+  const uint64_t first = static_cast<uint64_t>(begin - base) / kHugePage * kHugePage;
+  const uint64_t last = static_cast<uint64_t>(begin + more - 1 - base) / kHugePage * kHugePage;
   for (const uint64_t at : {first, last}) {
-    const bool was_asked_for = base_ + at >= begin && at + kHugePage <= static_cast<uint64_t>(begin + more - base_);
-    if (!was_asked_for && is_committed(at, at + kHugePage)) merge_into_huge_page(base_ + at);
+    const bool was_asked_for = base + at >= begin && at + kHugePage <= static_cast<uint64_t>(begin + more - base);
+    if (!was_asked_for && is_committed(at, at + kHugePage)) merge_into_huge_page(base + at);
     if (first == last) break;
   }
 }

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "support/pages.h"
+
 namespace headrace {
 
 // Slots of `stride_bytes` in one anonymous mapping. What a slot has committed is a prefix of it, in whole pages.
@@ -11,11 +13,8 @@ class Arena {
  public:
   // stride_bytes: a multiple of 4 KiB. Reserves address space only. Error if the system refuses.
   Arena(uint32_t num_slots, uint64_t stride_bytes);
-  ~Arena();
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
 
-  uint8_t* slot(uint32_t i) const { return base_ + i * stride_bytes_; }
+  uint8_t* slot(uint32_t i) const { return reservation_.data() + i * stride_bytes_; }
   uint32_t num_slots() const { return static_cast<uint32_t>(committed_.size()); }
   uint64_t stride_bytes() const { return stride_bytes_; }
   uint64_t committed_bytes(uint32_t slot) const { return committed_[slot]; }
@@ -27,11 +26,9 @@ class Arena {
   void trim(uint32_t slot, uint64_t bytes);
 
  private:
-  bool is_committed(uint64_t begin, uint64_t end) const;  // offsets from base_
+  bool is_committed(uint64_t begin, uint64_t end) const;  // offsets from slot 0
 
-  uint8_t* reserved_ = nullptr;
-  uint64_t reserved_bytes_ = 0;
-  uint8_t* base_ = nullptr;  // the first whole huge page of what is reserved
+  Reservation reservation_;
   uint64_t stride_bytes_;
   uint64_t total_committed_bytes_ = 0;
   std::vector<uint64_t> committed_;

@@ -1,18 +1,9 @@
 // Sixteen lanes in AVX-512 (F, BW, VL, DQ, VNNI). See kernels-inl.h for what a lanes header provides.
 #pragma once
 
-#if defined(__GNUC__) && !defined(__clang__)
-// GCC 12 takes its own intrinsics' deliberately undefined operands for mistakes.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-#else
-#include <immintrin.h>
-#endif
-
 #include <cstdint>
+
+#include "kernels/immintrin.h"
 
 namespace headrace {
 namespace {

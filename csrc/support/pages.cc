@@ -22,6 +22,23 @@ void advise(uint64_t begin, uint64_t end, int advice) {
 
 }  // namespace
 
+Reservation::Reservation(uint64_t n) {
+  if (n == 0) return;
+  if (__builtin_add_overflow(n, kHugePage, &reserved_bytes_)) {
+    errno = ENOMEM;
+    return;
+  }
+  void* p = mmap(nullptr, reserved_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) return;
+  madvise(p, reserved_bytes_, MADV_NOHUGEPAGE);
+  reserved_ = static_cast<uint8_t*>(p);
+  data_ = reinterpret_cast<uint8_t*>(up(reinterpret_cast<uint64_t>(p)));
+}
+
+Reservation::~Reservation() {
+  if (reserved_ != nullptr) munmap(reserved_, reserved_bytes_);
+}
+
 void prefer_huge_pages(uint8_t* p, uint64_t n) {
   const uint64_t begin = reinterpret_cast<uint64_t>(p);
   advise(up(begin), down(begin + n), MADV_HUGEPAGE);

@@ -9,6 +9,23 @@ namespace headrace {
 
 constexpr uint64_t kHugePage = uint64_t{2} << 20;
 
+// Address space for anonymous memory, zeroed when touched, in small pages until huge ones are asked for.
+class Reservation {
+ public:
+  // data() is null if the system refuses (errno says why) or n is 0.
+  explicit Reservation(uint64_t n);
+  ~Reservation();
+  Reservation(const Reservation&) = delete;
+  Reservation& operator=(const Reservation&) = delete;
+
+  uint8_t* data() const { return data_; }  // n bytes from the start of a huge page on
+
+ private:
+  uint8_t* reserved_ = nullptr;
+  uint64_t reserved_bytes_ = 0;
+  uint8_t* data_ = nullptr;
+};
+
 // Asks for huge pages, where they lie whole inside [p, p + n), when the memory is next touched. A hint.
 void prefer_huge_pages(uint8_t* p, uint64_t n);
 // The opposite, for every huge page that overlaps the range: what is given back in it must not return by itself.
