@@ -62,29 +62,26 @@ class FrequencyThenRecency : public LeastFrequent {
   }
 };
 
-class PrefillHot : public Policy {
+// As LeastFrequent, but only the first passes count.
+class PrefillHot : public LeastFrequent {
  public:
   PrefillHot(const std::vector<LayerShape>& layers, uint64_t hot_routes)
-      : Policy(layers), hot_routes_(hot_routes), routes_(num_experts(), 0), seen_(layers.size(), 0) {
+      : LeastFrequent(layers), hot_routes_(hot_routes), seen_(layers.size(), 0), counts_(layers.size(), false) {
     for (uint32_t l = 0; l < layers.size(); ++l) layer_of_.insert(layer_of_.end(), layers[l].num_experts, l);
-    counts_.resize(layers.size(), false);
   }
   void observe(uint32_t layer, std::span<const uint32_t>, std::vector<uint32_t>&) override {
     counts_[layer] = seen_[layer] < hot_routes_;  // a pass counts whole or not at all
   }
   void use(uint32_t expert, uint32_t num_routes) override {
-    Policy::use(expert, num_routes);
     const uint32_t layer = layer_of_[expert];
-    if (!counts_[layer]) return;
+    if (!counts_[layer]) return Policy::use(expert, num_routes);
+    LeastFrequent::use(expert, num_routes);
     seen_[layer] += num_routes;
-    routes_[expert] += num_routes;
   }
-  Key key(uint32_t expert) const override { return {routes_[expert], last_use(expert)}; }
 
  private:
   const uint64_t hot_routes_;
-  std::vector<uint64_t> routes_;    // [expert], of the first passes
-  std::vector<uint64_t> seen_;      // [layer]
+  std::vector<uint64_t> seen_;      // [layer]: routes of the passes that counted
   std::vector<uint32_t> layer_of_;  // [expert]
   std::vector<bool> counts_;        // [layer]
 };

@@ -105,7 +105,11 @@ void Simulator::end_pass() {
     used_[l].clear();
   }
   pending_.push_back(std::move(pass));
-  while (pending_.size() > options_.lookahead) {
+  run_pending(options_.lookahead);
+}
+
+void Simulator::run_pending(size_t kept) {
+  while (pending_.size() > kept) {
     const Pass next = std::move(pending_.front());
     pending_.pop_front();
     run_pass(next);
@@ -119,11 +123,7 @@ void Simulator::resize(uint64_t capacity_bytes) {
 
 void Simulator::finish() {
   end_pass();
-  while (!pending_.empty()) {
-    const Pass next = std::move(pending_.front());
-    pending_.pop_front();
-    run_pass(next);
-  }
+  run_pending(0);
   for (ScheduleBound& bound : bounds_) bound.finish();
 }
 

@@ -62,6 +62,7 @@ class Simulator {
     uint64_t capacity_bytes = 0;
   };
 
+  void run_pending(size_t kept);  // all passes that wait but the last `kept`
   void run_pass(const Pass& pass);
   void run_layer(uint32_t layer, std::span<const uint32_t> ids, std::span<const uint32_t> num_routes, bool is_last);
   void forecast(uint32_t layer);
