@@ -21,6 +21,7 @@ import numpy as np
 
 from headrace import _core, machine
 from headrace.errors import HeadraceError
+from headrace.experts.pipeline import Pipeline, default_pipeline, fit_pipeline
 from headrace.experts.plan import MIB, MemoryPlan, Needs, Readings, page_table_bytes, plan_memory
 from headrace.experts.traces import Replay
 from headrace.formats.checkpoint import Checkpoint, DType
@@ -64,7 +65,15 @@ class Figures:
             "expert_bytes_read": c.get("bytes_read", 0),
             "expert_bytes_unused": c.get("bytes_unused", 0),
             "io_wait_s": c.get("io_wait_ns", 0) / 1e9,
+            "io_busy_s": c.get("io_busy_ns", 0) / 1e9,
         }
+
+    @property
+    def bubble_rate(self) -> float:
+        """Share of the time in which neither reading nor computing, whichever took longer, went on: 1 - max(T_io,
+        T_exec) / T_total (EStream, Figure 6)."""
+        io_wait_s, io_busy_s = self.counters.get("io_wait_ns", 0) / 1e9, self.counters.get("io_busy_ns", 0) / 1e9
+        return 1 - max(io_busy_s, self.seconds - io_wait_s) / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,9 @@ class EngineOptions:
     direct_io: bool = True
     record_routing: bool = False  # so that sessions may have an observer
     policy: str = "lru"  # which experts make room: one of _core.policy_names(), docs/policies.md
+    pipeline: Pipeline | None = None  # how prompts read experts (None: a default); banks and groups as far as they fit
+    oracle_recall: float | None = None  # prefetch what foresee() told, naming this share of what is absent
+    oracle_seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,6 +118,11 @@ class Routing:
 def _graph_for(checkpoint: Checkpoint, rows: int, options: EngineOptions) -> Graph:
     routes = max(1, rows) * checkpoint.config.num_experts_per_tok
     return build_graph(checkpoint, route_capacity=min(ROUTE_CAPACITY, routes), route_all_rows=options.record_routing)
+
+
+def _loader_threads(options: EngineOptions) -> int:
+    """A group is read by one thread."""
+    return max(options.loader_threads, options.pipeline.queue_depth if options.pipeline else 0)
 
 
 def _routing_shape(checkpoint: Checkpoint, rows: int) -> tuple[int, int, int]:
@@ -137,10 +154,10 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
     needs = Needs(
         trunk_bytes=_core.Weights.resident_bytes(program),
         state_bytes=options.sessions * _core.SessionState.bytes(program, options.context, int(options.kv_dtype)),
-        overhead_bytes=_core.ExpertMemory.overhead_bytes(source, options.loader_threads, options.policy)
+        overhead_bytes=_core.ExpertMemory.overhead_bytes(source, _loader_threads(options), options.policy)
         + _core.Executor.overhead_bytes(program, num_threads),
         logits_bytes=(4 * options.max_out_rows * options.sessions + LOGITS_BYTES_PER_ENTRY) * config.vocab_size,
-        num_threads=num_threads + options.loader_threads,
+        num_threads=num_threads + _loader_threads(options),
         largest_record_bytes=_largest_record_bytes(checkpoint, source),
         expert_bytes=source.total_bytes(),
         scratch_bytes=scratch_bytes,
@@ -203,10 +220,12 @@ class Engine:
         self.experts = _core.ExpertMemory(
             source,
             self._smallest_arena,
-            options.loader_threads,
+            _loader_threads(options),
             options.direct_io,
             options.policy,
             hot_routes=self.hot_routes,
+            oracle_recall=options.oracle_recall,
+            oracle_seed=options.oracle_seed,
         )
         self._future: Iterator[list[np.ndarray]] = iter(())
         self._executor = _core.Executor(self._program, self._weights, self.experts, self.num_threads)
@@ -226,6 +245,12 @@ class Engine:
             p.other_bytes, held + p.logits_bytes + p.reserve_bytes + page_table_bytes(p.budget_bytes)
         )
         self.experts.resize(max(self._smallest_arena, min(rest, self._source.total_bytes())))
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """How the next prompt is read: what was asked for, as far as the arena has room for it."""
+        wanted = self.options.pipeline or default_pipeline(self._smallest_arena)
+        return fit_pipeline(wanted, self.experts.arena_bytes, self._smallest_arena)
 
     # ---- what a pass costs
 
@@ -364,9 +389,10 @@ class Session:
         with self._all_or_nothing():
             for i, chunk in enumerate(chunks[:-1]):
                 progress(i * rows, len(tokens))
-                self._pass(chunk, [], self._logits[:0], self.prefill_figures)
+                self._pass(chunk, [], self._logits[:0], self.prefill_figures, stream=(i == 0))
             progress((len(chunks) - 1) * rows, len(tokens))
-            self._pass(chunks[-1], [len(chunks[-1]) - 1], self._logits[:1], self.prefill_figures)
+            last = [len(chunks[-1]) - 1]
+            self._pass(chunks[-1], last, self._logits[:1], self.prefill_figures, stream=(len(chunks) == 1))
             progress(len(tokens), len(tokens))
             return self._logits[0]
 
@@ -422,8 +448,15 @@ class Session:
                 f"{self._state.capacity} positions are taken; give a larger -c"
             )
 
-    def _pass(self, tokens: list[int], out_rows: list[int], logits: np.ndarray, figures: Figures) -> None:
-        """One pass; logits [len(out_rows), vocab_size] is filled."""
+    def _pass(
+        self,
+        tokens: list[int],
+        out_rows: list[int],
+        logits: np.ndarray,
+        figures: Figures,
+        stream: bool | None = None,
+    ) -> None:
+        """One pass; logits [len(out_rows), vocab_size] is filled. stream: it is a prompt's, and whether its first."""
         engine = self.engine
         first = self._state.length
         routes = self._replay.rows(first, len(tokens)) if self._replay is not None else None
@@ -446,6 +479,7 @@ class Session:
                 weights,
                 scores,
                 self.per_slot,
+                None if stream is None else engine.pipeline.settings(stream),
             )
             figures.add(len(tokens), time.perf_counter() - start, before, engine.counters())
             if self._observe is not None:

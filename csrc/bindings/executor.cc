@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
@@ -10,6 +11,7 @@
 #include <chrono>
 #include <optional>
 #include <string>
+#include <tuple>
 
 #include "bindings/bindings.h"
 #include "support/error.h"
@@ -58,6 +60,8 @@ DType to_dtype(uint32_t value) {
   return static_cast<DType>(value);
 }
 
+using Stream = std::tuple<uint32_t, uint32_t, uint32_t, bool, bool>;
+
 uint64_t vocab_size(const Program& program) { return program.values[program.logits].width; }
 
 Program program_from_bytes(nb::bytes data) {
@@ -87,7 +91,7 @@ void run_pass(Executor& executor, Vector<int32_t> tokens, Vector<uint32_t> seque
               const std::vector<SessionState*>& states, Vector<uint32_t> out_rows, Logits logits,
               const CancelFlag* cancel, const std::optional<Routes<const int32_t>>& routes,
               const std::optional<Routes<int32_t>>& ids, const std::optional<Routes<float>>& weights,
-              const std::optional<Routes<float>>& scores, bool per_slot) {
+              const std::optional<Routes<float>>& scores, bool per_slot, const std::optional<Stream>& stream) {
   const uint64_t vocab = vocab_size(executor.program());
   if (logits.shape(0) != out_rows.shape(0) || logits.shape(1) != vocab)
     throw Error("pass: logits of shape [" + std::to_string(logits.shape(0)) + ", " + std::to_string(logits.shape(1)) +
@@ -102,6 +106,10 @@ void run_pass(Executor& executor, Vector<int32_t> tokens, Vector<uint32_t> seque
   pass.routing = {flat_routes<const int32_t>(executor, routes, n), flat_routes(executor, ids, n),
                   flat_routes(executor, weights, n), flat_routes(executor, scores, n)};
   pass.per_slot = per_slot;
+  if (stream) {
+    const auto [group_size, queue_depth, banks, reads_early, is_first] = *stream;
+    pass.stream = StreamedPass{{group_size, queue_depth, banks, reads_early}, is_first};
+  }
   StopCheck stop(cancel);
   pass.should_stop = std::ref(stop);
   try {
@@ -196,12 +204,13 @@ void init_executor(nb::module_& m) {
       .def("run", &run_pass, "tokens"_a.noconvert(), "sequences"_a.noconvert(), "states"_a, "out_rows"_a.noconvert(),
            "logits"_a.noconvert(), "cancel"_a.none() = nb::none(), "routes"_a.noconvert().none() = nb::none(),
            "ids"_a.noconvert().none() = nb::none(), "weights"_a.noconvert().none() = nb::none(),
-           "scores"_a.noconvert().none() = nb::none(), "per_slot"_a = false,
+           "scores"_a.noconvert().none() = nb::none(), "per_slot"_a = false, "stream"_a = nb::none(),
            "One pass over n rows. tokens: int32 [n]; sequences: uint32 [n], indices into states, each sequence's rows "
            "in order; out_rows: uint32 [m], ascending; logits: float32 [m, vocab], filled. On success the states "
            "have grown; on an exception none has. routes: int32 [layers, n, top_k], ascending expert ids that replace "
            "the routers' choice, each with weight scaling / top_k. ids, weights, scores: int32, float32, float32 "
            "[layers, n, top_k], filled with the routes that were used and the routers' logits of them. "
+           "stream: (group size, queue depth, banks, reads early, first pass of its prompt) of a streamed pass. "
            "HeadraceError(\"cancelled\") if `cancel` was set; a signal "
            "handler's exception (KeyboardInterrupt) is raised within some 50 ms.")
       .def_prop_ro("num_threads", &Executor::num_threads)

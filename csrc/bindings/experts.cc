@@ -1,6 +1,7 @@
 // Expert sources and the expert memory. A layer is given as headrace.formats.checkpoint.LayerExperts. The executor's
 // binding takes ExpertMemory by reference; begin, take, release, end and read_slot are for tests.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -8,9 +9,12 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <tuple>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -66,21 +70,19 @@ const LayerExperts& layer_at(const ExpertSource& source, uint32_t layer) {
 }
 
 ExpertMemoryOptions make_options(uint64_t arena_bytes, uint32_t loader_threads, bool direct_io,
-                                 const std::string& policy, uint64_t hot_routes) {
+                                 const std::string& policy, uint64_t hot_routes,
+                                 std::optional<double> oracle_recall = std::nullopt, uint64_t oracle_seed = 0) {
   ExpertMemoryOptions options;
   options.arena_bytes = arena_bytes;
   options.loader_threads = loader_threads;
   options.direct_io = direct_io;
   options.policy = {policy, hot_routes};
+  options.oracle_recall = oracle_recall;
+  options.oracle_seed = oracle_seed;
   return options;
 }
 
-nb::dict counters(const ExpertMemory& memory) {
-  ExpertCounters c;
-  {
-    nb::gil_scoped_release release;  // resize() on another thread may hold the lock for a while
-    c = memory.counters();
-  }
+nb::dict to_dict(const ExpertCounters& c) {
   nb::dict out;
   out["hits"] = c.hits;
   out["late_hits"] = c.late_hits;
@@ -90,6 +92,66 @@ nb::dict counters(const ExpertMemory& memory) {
   out["bytes_read"] = c.bytes_read;
   out["bytes_unused"] = c.bytes_unused;
   out["io_wait_ns"] = c.io_wait_ns;
+  out["io_busy_ns"] = c.io_busy_ns;
+  return out;
+}
+
+nb::dict counters(const ExpertMemory& memory) {
+  ExpertCounters c;
+  {
+    nb::gil_scoped_release release;  // resize() on another thread may hold the lock for a while
+    c = memory.counters();
+  }
+  return to_dict(c);
+}
+
+template <class T>
+nb::object to_array(std::vector<T> values) {
+  auto* owned = new std::vector<T>(std::move(values));
+  nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(owned->data(), {owned->size()}, owner));
+}
+
+nb::tuple take_events(ExpertMemory& memory) {
+  ExpertCounters c;
+  std::vector<uint32_t> words;
+  {
+    nb::gil_scoped_release release;
+    words = memory.take_events(c);
+  }
+  return nb::make_tuple(to_array(std::move(words)), to_dict(c));
+}
+
+template <class Row, class Field>
+nb::object column(const std::vector<Row>& rows, Field field) {
+  std::vector<std::remove_cvref_t<decltype(rows[0].*field)>> values;
+  for (const Row& row : rows) values.push_back(row.*field);
+  return to_array(std::move(values));
+}
+
+nb::dict take_timeline(ExpertMemory& memory) {
+  Timeline timeline;
+  {
+    nb::gil_scoped_release release;
+    timeline = memory.take_timeline();
+  }
+  using Read = Timeline::Read;
+  using Compute = Timeline::Compute;
+  nb::dict reads, computes, out;
+  reads["layer"] = column(timeline.reads, &Read::layer);
+  reads["first_expert"] = column(timeline.reads, &Read::first_expert);
+  reads["num_experts"] = column(timeline.reads, &Read::num_experts);
+  reads["bytes"] = column(timeline.reads, &Read::bytes);
+  reads["start_s"] = column(timeline.reads, &Read::start_s);
+  reads["end_s"] = column(timeline.reads, &Read::end_s);
+  computes["layer"] = column(timeline.computes, &Compute::layer);
+  computes["first_expert"] = column(timeline.computes, &Compute::first_expert);
+  computes["num_experts"] = column(timeline.computes, &Compute::num_experts);
+  computes["num_routes"] = column(timeline.computes, &Compute::num_routes);
+  computes["start_s"] = column(timeline.computes, &Compute::start_s);
+  computes["end_s"] = column(timeline.computes, &Compute::end_s);
+  out["reads"] = reads;
+  out["computes"] = computes;
   return out;
 }
 
@@ -139,13 +201,16 @@ void init_experts(nb::module_& m) {
       .def(
           "__init__",
           [](ExpertMemory* self, const ExpertSource& source, uint64_t arena_bytes, uint32_t loader_threads,
-             bool direct_io, const std::string& policy, uint64_t hot_routes) {
+             bool direct_io, const std::string& policy, uint64_t hot_routes, std::optional<double> oracle_recall,
+             uint64_t oracle_seed) {
             nb::gil_scoped_release release;
-            new (self) ExpertMemory(source, make_options(arena_bytes, loader_threads, direct_io, policy, hot_routes));
+            new (self) ExpertMemory(source, make_options(arena_bytes, loader_threads, direct_io, policy, hot_routes,
+                                                         oracle_recall, oracle_seed));
           },
           "source"_a, "arena_bytes"_a, "loader_threads"_a = 2, "direct_io"_a = true, "policy"_a = "lru",
-          "hot_routes"_a = 0,
-          "policy: one of policy_names(). hot_routes: of a layer, those that prefill-hot counts (docs/policies.md).")
+          "hot_routes"_a = 0, "oracle_recall"_a = nb::none(), "oracle_seed"_a = 0,
+          "policy: one of policy_names(). hot_routes: of a layer, those that prefill-hot counts (docs/policies.md). "
+          "oracle_recall: prefetches what expect() told, as an oracle that names this share of what is absent.")
       .def_static(
           "overhead_bytes",
           [](const ExpertSource& source, uint32_t loader_threads, const std::string& policy) {
@@ -153,6 +218,14 @@ void init_experts(nb::module_& m) {
           },
           "source"_a, "loader_threads"_a = 2, "policy"_a = "lru", "What it holds besides the arena.")
       .def("counters", &counters, "Expert counters since construction, by name.")
+      .def("record_events", &ExpertMemory::record_events, NoGil(),
+           "Keeps what happens beside the routes from now on, for a replay.")
+      .def("take_events", &take_events, "(uint32 words of csrc/experts/read_events.h, counters) since the last call.")
+      .def("record_timeline", &ExpertMemory::record_timeline, "on"_a, NoGil(),
+           "Starts keeping when experts of streamed passes are read and used, in seconds from now; or stops.")
+      .def("take_timeline", &take_timeline,
+           "{'reads': {layer, first_expert, num_experts, bytes, start_s, end_s}, 'computes': {layer, first_expert, "
+           "num_experts, num_routes, start_s, end_s}}, arrays with an element each; first_expert: of the layer.")
       .def("resize", &ExpertMemory::resize, "arena_bytes"_a, NoGil(),
            "Moves the ceiling on slot bytes, between passes.")
       .def_prop_ro("arena_bytes", &ExpertMemory::arena_bytes, NoGil())
@@ -179,6 +252,14 @@ void init_experts(nb::module_& m) {
             return taken;
           },
           "in_order"_a = false, "max_taken"_a = UINT32_MAX, NoGil(), "Indices into ids; empty when all were taken.")
+      .def(
+          "begin_stream",
+          [](ExpertMemory& memory, uint32_t group_size, uint32_t queue_depth, uint32_t banks, bool reads_early,
+             const std::vector<bool>& may_read_early, bool is_first) {
+            memory.begin_stream({group_size, queue_depth, banks, reads_early}, may_read_early, is_first);
+          },
+          "group_size"_a, "queue_depth"_a, "banks"_a, "reads_early"_a, "may_read_early"_a, "is_first"_a, NoGil())
+      .def("end_stream", &ExpertMemory::end_stream, NoGil())
       .def("release", &ExpertMemory::release, "index"_a, NoGil())
       .def("end", &ExpertMemory::end, NoGil())
       .def(

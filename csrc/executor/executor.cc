@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cfenv>
 #include <chrono>
+#include <cmath>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -151,11 +152,36 @@ struct Executor::Impl {
     }
   }
 
+  // Layers whose experts may be read before their routes are known: those of which at least half are expected to be
+  // routed to, if routes were drawn evenly.
+  std::vector<bool> layers_to_read_early(const Pass& pass) const {
+    std::vector<bool> layers(experts->source().layers.size(), false);
+    for (const OpInfo& op : program.ops) {
+      if (op.code != OpCode::kExperts) continue;
+      const bool all_rows = program.values[op.outputs[0]].extent == Extent::kRows;
+      const double rows = static_cast<double>(all_rows ? pass.tokens.size() : pass.out_rows.size());
+      const double top_k = static_cast<double>(program.values[op.inputs[1]].width);
+      const double missed = 1 - top_k / static_cast<double>(op.attr_int[attr_experts::kNumExperts]);
+      layers[static_cast<size_t>(op.attr_int[attr_experts::kLayer])] = std::pow(missed, rows) <= 0.5;
+    }
+    return layers;
+  }
+
   void run(const Pass& pass) {
     check_shape(program, pass);
     check_routing(program, pass);
     assign_positions(pass);
     stopping = false;
+    struct EndStream {
+      ExpertMemory* experts;
+      ~EndStream() {
+        if (experts) experts->end_stream();
+      }
+    } end_stream{nullptr};
+    if (pass.stream && experts != nullptr) {
+      experts->begin_stream(pass.stream->options, layers_to_read_early(pass), pass.stream->is_first);
+      end_stream.experts = experts;
+    }
     const PassContext ctx{program, weights, experts, kernels, pool, scratch.data(), buffers, pass, positions, stopping};
     for (const std::span<const OpInfo> ops : jobs) {
       ctx.poll();

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 
 #include "executor/program.h"
@@ -25,6 +26,12 @@ struct RoutingTap {
   std::span<float> weights, scores;
 };
 
+// How a prompt's pass reads its experts (docs/prefill.md).
+struct StreamedPass {
+  StreamOptions options;
+  bool is_first = true;  // of its prompt
+};
+
 // A row is (token, sequence, position). Rows of one sequence are in order and continue its state: the i-th row of
 // sequence s in the pass has position state[s]->length() + i. A pass may hold rows of several sequences.
 struct Pass {
@@ -39,6 +46,7 @@ struct Pass {
   // Each route reads its expert's weights for itself (MoESpec's per-slot kernel), instead of each distinct expert's
   // being read once for all its routes. The same bits.
   bool per_slot = false;
+  std::optional<StreamedPass> stream = {};  // none: experts are read as layers ask for them
 };
 
 class Executor {

@@ -5,13 +5,14 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <deque>
 #include <mutex>
 #include <set>
 #include <utility>
 
 #include "experts/arena.h"
 #include "experts/loader.h"
-#include "experts/residency.h"
+#include "experts/read_scheduler.h"
 #include "experts/source_files.h"
 #include "support/error.h"
 
@@ -21,6 +22,7 @@ namespace {
 constexpr uint32_t kNone = UINT32_MAX;
 using State = Residency::State;
 using Status = Residency::Status;
+using Clock = std::chrono::steady_clock;
 constexpr auto kPollInterval = std::chrono::milliseconds(10);
 
 struct Slot {
@@ -60,15 +62,29 @@ struct ExpertMemory::Impl {
 
   mutable std::mutex mutex;  // guards everything down to `loader`
   std::condition_variable landed;
-  Residency residency;  // decides; what follows carries it out
-  Arena arena;          // as many slots as experts: slots never run out, bytes do
+  ReadScheduler scheduler;  // decides; what follows carries it out
+  const Residency& residency = scheduler.residency();
+  Arena arena;  // as many slots as experts: slots never run out, bytes do
   std::vector<Slot> slots;
   std::vector<uint32_t> slot_of;                        // [expert], kNone if absent
+  std::vector<uint32_t> layer_of;                       // [expert]
   std::set<std::pair<uint64_t, uint32_t>> empty_slots;  // (committed bytes, slot)
   std::set<uint32_t> slack_slots;                       // not empty, with more committed than their record
-  uint64_t bytes_read = 0, bytes_unused = 0, io_wait_ns = 0;
-  uint32_t num_taken = 0;  // of the layer in progress
-  std::string error;       // the first load of it that failed
+  uint64_t bytes_read = 0, bytes_unused = 0, io_wait_ns = 0, io_busy_ns = 0;
+  Clock::time_point busy_since;
+  uint32_t num_taken = 0;    // of the layer in progress
+  std::string error;         // the first load of it that failed
+  bool is_draining = false;  // reads are being dropped: none starts
+  std::vector<uint32_t> gone, costs;
+
+  std::optional<NoisyOracle> oracle;
+  std::vector<std::deque<std::vector<uint32_t>>> future;  // [layer]: what passes to come need, for the oracle
+
+  std::optional<Clock::time_point> timeline_start;
+  Timeline timeline;
+  std::vector<std::pair<uint32_t, double>> read_starts;  // (first expert, when)
+  std::vector<uint32_t> routes;                          // [index], of the layer in progress
+  uint32_t num_unreleased = 0;                           // of what take() gave last
 
   Loader loader;  // last, so that its threads end before what they touch
 
@@ -91,7 +107,7 @@ struct ExpertMemory::Impl {
   Impl(ExpertSource unchecked, const ExpertMemoryOptions& options)
       : files(unchecked.files, options.direct_io),
         source(checked(std::move(unchecked), files, options)),
-        residency(layer_shapes(source), options.arena_bytes, options.policy,
+        scheduler(layer_shapes(source), options.arena_bytes, options.policy,
                   [this](uint32_t expert, bool was_taken) { evict(expert, was_taken); }),
         arena(count_experts(source), largest_record(source)),
         slots(arena.num_slots()),
@@ -99,9 +115,15 @@ struct ExpertMemory::Impl {
         loader(source, files, options.loader_threads, [this](const Loader::Report& report) {
           std::lock_guard lock(mutex);
           land(report);
+          start_reads();
           landed.notify_all();
         }) {
     for (uint32_t s = 0; s < arena.num_slots(); ++s) empty_slots.emplace(0, s);
+    for (uint32_t l = 0; l < source.layers.size(); ++l) {
+      layer_of.insert(layer_of.end(), source.layers[l].num_experts, l);
+    }
+    if (options.oracle_recall) oracle.emplace(*options.oracle_recall, options.oracle_seed);
+    future.resize(source.layers.size());
     commit_spare();
   }
 
@@ -173,39 +195,128 @@ struct ExpertMemory::Impl {
 
   // ---- the layer in progress
 
-  // Starts the loads that may start.
-  void admit() {
-    while (error.empty()) {
-      const uint32_t index = residency.next_load();
-      if (index == kNone) return;
-      const uint32_t layer = residency.layer(), expert = residency.entries()[index].expert;
-      uint32_t s = kNone;
+  // Starts the reads that may start.
+  void start_reads() {
+    ReadScheduler::Read read;
+    while (error.empty() && !is_draining && scheduler.next(read)) {
+      const uint32_t layer = layer_of[read.experts[0]], first = residency.first_expert(layer);
+      Loader::Request request{layer, {}, !read.is_guess, read.is_group ? 1 : UINT32_MAX};
       try {
-        s = occupy_slot(record_bytes(source.layers[layer]));
+        for (const uint32_t expert : read.experts) {
+          const uint32_t s = occupy_slot(record_bytes(source.layers[layer]));
+          slots[s].layer = layer;
+          slots[s].expert = expert;
+          slot_of[expert] = s;
+          request.targets.push_back({expert - first, s, arena.slot(s)});
+        }
       } catch (const Error& e) {
         error = e.what();
-        residency.failed(expert);
+        costs.assign(read.experts.size(), 0);
+        scheduler.failed(read.experts[0], costs, gone);
+        for (const uint32_t expert : gone) {
+          if (slot_of[expert] != kNone) empty_slot(slot_of[expert]);
+        }
         return;
       }
-      slots[s].layer = layer;
-      slots[s].expert = expert;
-      slot_of[expert] = s;
-      loader.submit(layer, expert - residency.first_expert(layer), s, arena.slot(s));
+      const auto now = Clock::now();
+      if (scheduler.num_in_flight() == 1) busy_since = now;
+      if (timeline_start) read_starts.emplace_back(read.experts[0], seconds(now));
+      loader.submit(std::move(request));
     }
   }
 
+  double seconds(Clock::time_point time) const { return std::chrono::duration<double>(time - *timeline_start).count(); }
+
+  static uint64_t ns_since(Clock::time_point start) {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
+  }
+
+  // A read is over.
   void land(const Loader::Report& report) {
-    Slot& slot = slots[report.slot];
-    bytes_read += report.bytes_read;
-    slot.bytes_read = report.bytes_read;
-    if (report.outcome == Loader::Outcome::kWhole) {
-      residency.landed(slot.expert);
-      return;
+    const uint32_t first = slots[report.items[0].slot].expert;
+    bool is_whole = true;
+    costs.clear();
+    uint64_t cost = 0;
+    for (const Loader::Item& item : report.items) {
+      const bool is_here = item.outcome == Loader::Outcome::kWhole || residency.is_unwanted(slots[item.slot].expert);
+      is_whole = is_whole && is_here;
+      slots[item.slot].bytes_read = item.bytes_read;
+      costs.push_back(static_cast<uint32_t>(item.bytes_read));
+      cost += item.bytes_read;
     }
-    bytes_unused += report.bytes_read;
-    if (error.empty()) error = report.error;
-    residency.failed(slot.expert);
-    empty_slot(report.slot);
+    bytes_read += cost;
+    note_read(first, static_cast<uint32_t>(report.items.size()), cost);
+    if (is_whole) {
+      scheduler.landed(first, costs, gone);
+    } else {
+      // A guess that fails is no error: should its layer want the expert, it is read once more.
+      const bool is_wanted = std::any_of(report.items.begin(), report.items.end(), [&](const Loader::Item& item) {
+        return residency.entry_of(slots[item.slot].expert) != kNone;
+      });
+      if (is_wanted && error.empty()) error = report.error;
+      scheduler.failed(first, costs, gone);
+    }
+    if (scheduler.num_in_flight() == 0) io_busy_ns += ns_since(busy_since);
+    for (const uint32_t expert : gone) {
+      bytes_unused += slots[slot_of[expert]].bytes_read;
+      empty_slot(slot_of[expert]);
+    }
+  }
+
+  void note_read(uint32_t first, uint32_t num_experts, uint64_t bytes) {
+    if (!timeline_start) return;
+    const auto at = std::find_if(read_starts.begin(), read_starts.end(),
+                                 [first](const auto& start) { return start.first == first; });
+    if (at == read_starts.end()) return;
+    const uint32_t layer = layer_of[first];
+    timeline.reads.push_back(
+        {layer, first - residency.first_expert(layer), num_experts, bytes, at->second, seconds(Clock::now())});
+    read_starts.erase(at);
+  }
+
+  // Drops reads under way and waits for those that cannot be.
+  void drop_reads(std::unique_lock<std::mutex>& lock, const std::function<bool(uint32_t slot)>& is_meant) {
+    is_draining = true;
+    for (const Loader::Report& report : loader.drop(is_meant)) land(report);
+    const auto is_over = [&] {
+      for (uint32_t s = 0; s < slots.size(); ++s) {
+        if (slots[s].expert != kNone && residency.state(slots[s].expert) == State::kLoading && is_meant(s))
+          return false;
+      }
+      return true;
+    };
+    landed.wait(lock, is_over);
+    is_draining = false;
+  }
+
+  void begin_stream(const StreamOptions& options, const std::vector<bool>& may_read_early, bool is_first) {
+    std::unique_lock lock(mutex);
+    if (residency.is_active() || residency.is_streaming()) throw Error("expert memory: begin_stream() during a pass");
+    if (options.group_size < 1 || options.queue_depth < 1 || options.banks < 1) {
+      throw Error("expert memory: expected at least 1 expert a group, 1 read in flight and 1 bank");
+    }
+    drop_reads(lock, [](uint32_t) { return true; });
+    error.clear();
+    scheduler.begin_stream(options, may_read_early, is_first);
+    start_reads();
+  }
+
+  void end_stream() {
+    std::unique_lock lock(mutex);
+    if (!residency.is_streaming()) return;
+    drop_reads(lock, [](uint32_t) { return true; });
+    scheduler.end_stream();
+    if (oracle) {
+      for (uint32_t layer = 0; layer < source.layers.size(); ++layer) forecast(layer);
+    }
+    start_reads();
+  }
+
+  // What the oracle says of the layer's next pass.
+  void forecast(uint32_t layer) {
+    if (future[layer].empty()) return scheduler.forecast(layer, {});
+    scheduler.forecast(layer,
+                       oracle->forecast(residency, layer, source.layers[layer].num_experts, future[layer].front()));
   }
 
   void check_ids(const char* call, uint32_t layer, std::span<const uint32_t> ids) const {
@@ -232,26 +343,36 @@ struct ExpertMemory::Impl {
       throw Error("expert memory: begin() expected as many numbers of routes as ids, " + std::to_string(ids.size()) +
                   ", found " + std::to_string(num_routes.size()));
     }
-    residency.observe(layer, ids);
-    residency.begin(layer, ids, num_routes);
     error.clear();
     num_taken = 0;
-    admit();
+    if (oracle && !future[layer].empty() && !ids.empty()) future[layer].pop_front();
+    scheduler.begin(layer, ids, num_routes);
+    for (const uint32_t expert : residency.unwanted()) {
+      if (const auto report = loader.cancel(slot_of[expert])) land(*report);
+    }
+    for (const Residency::Entry& entry : residency.entries()) {
+      if (entry.was_late) loader.promote(slot_of[entry.expert]);
+    }
+    if (timeline_start) routes.assign(num_routes.begin(), num_routes.end());
+    start_reads();
   }
 
   void expect(uint32_t layer, std::span<const uint32_t> ids) {
     std::lock_guard lock(mutex);
     check_ids("expect()", layer, ids);
-    residency.expect(layer, ids);
+    scheduler.expect(layer, ids);
+    if (oracle && !ids.empty()) future[layer].emplace_back(ids.begin(), ids.end());
   }
 
   // Ready experts that take() may return, at most `most`.
   void find_takeable(bool in_order, uint32_t most, std::vector<uint32_t>& found) const {
     found.clear();
     const auto& entries = residency.entries();
+    in_order = in_order || residency.is_streaming();
     for (uint32_t i = 0; i < entries.size() && found.size() < most; ++i) {
       const Status status = entries[i].status;
       if (status == Status::kReady) {
+        if (!found.empty() && !residency.is_same_group(entries[found[0]].expert, entries[i].expert)) return;
         found.push_back(i);
       } else if (in_order && status != Status::kTaken && status != Status::kReleased) {
         return;
@@ -273,16 +394,16 @@ struct ExpertMemory::Impl {
     };
     if (!done_waiting()) {
       // The executor kept what it took, and what it did not holds the rest.
-      if (residency.num_loading() == 0 && residency.make_room_in_layer()) admit();
-      if (residency.num_loading() == 0 && error.empty()) {
+      const auto is_stuck = [&] {
+        return residency.is_streaming() ? scheduler.num_in_flight() == 0 : residency.num_loading() == 0;
+      };
+      if (is_stuck() && scheduler.make_room_in_layer()) start_reads();
+      if (is_stuck() && error.empty()) {
         throw Error("expert memory: layer " + std::to_string(residency.layer()) +
                     ": every slot is taken; release experts before taking more");
       }
-      const auto start = std::chrono::steady_clock::now();
-      const auto add_wait = [&] {
-        const auto waited = std::chrono::steady_clock::now() - start;
-        io_wait_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count();
-      };
+      const auto start = Clock::now();
+      const auto add_wait = [&] { io_wait_ns += ns_since(start); };
       while (!landed.wait_for(lock, kPollInterval, done_waiting)) {
         lock.unlock();
         const bool stop = should_stop && should_stop();
@@ -298,9 +419,25 @@ struct ExpertMemory::Impl {
       taken.clear();
       throw Error(error);
     }
-    for (const uint32_t i : taken) residency.take(i);
+    for (const uint32_t i : taken) scheduler.take(i);
     num_taken += static_cast<uint32_t>(taken.size());
+    note_take(taken);
     return true;
+  }
+
+  void note_take(const std::vector<uint32_t>& taken) {
+    if (!timeline_start || !residency.is_streaming()) return;
+    const uint32_t layer = residency.layer();
+    uint32_t num_routes = 0;
+    for (const uint32_t i : taken) num_routes += i < routes.size() ? routes[i] : 1;
+    const uint32_t first = residency.entries()[taken[0]].expert - residency.first_expert(layer);
+    num_unreleased = static_cast<uint32_t>(taken.size());
+    timeline.computes.push_back({layer, first, num_unreleased, num_routes, seconds(Clock::now()), 0});
+  }
+
+  void note_release() {
+    if (!timeline_start || num_unreleased == 0 || --num_unreleased > 0) return;
+    timeline.computes.back().end_s = seconds(Clock::now());
   }
 
   void require_lease(const char* call) const {
@@ -320,28 +457,47 @@ struct ExpertMemory::Impl {
   void release(uint32_t index) {
     std::lock_guard lock(mutex);
     taken_slot(index, "release()");
-    residency.release(index);
-    admit();
+    note_release();
+    scheduler.release(index);
+    start_reads();
   }
 
   void end() {
     std::unique_lock lock(mutex);
     if (!residency.is_active()) return;
-    residency.drop_queue();
+    scheduler.drop_queue();
     if (residency.num_loading() > 0) {
-      for (const Loader::Report& report : loader.drop()) land(report);
-      landed.wait(lock, [this] { return residency.num_loading() == 0; });
+      drop_reads(lock, [this](uint32_t s) { return residency.entry_of(slots[s].expert) != kNone; });
     }
-    residency.end();
+    const uint32_t layer = residency.layer();
+    scheduler.end();
+    if (oracle && !residency.is_streaming()) forecast(layer);
+    start_reads();
+  }
+
+  ExpertCounters counters() const {
+    const Residency::Counters& c = residency.counters();
+    ExpertCounters out;
+    out.hits = c.hits;
+    out.late_hits = c.late_hits;
+    out.loads = c.loads;
+    out.prefetches = c.prefetches;
+    out.evictions = c.evictions;
+    out.bytes_read = bytes_read;
+    out.bytes_unused = bytes_unused;
+    out.io_wait_ns = io_wait_ns;
+    out.io_busy_ns = io_busy_ns + (scheduler.num_in_flight() > 0 ? ns_since(busy_since) : 0);
+    return out;
   }
 
   void resize(uint64_t bytes) {
-    std::lock_guard lock(mutex);
-    if (residency.is_active()) {
+    std::unique_lock lock(mutex);
+    if (residency.is_active() || residency.is_streaming()) {
       throw Error("expert memory: resize() during layer " + std::to_string(residency.layer()));
     }
     check_ceiling(source, bytes);
-    residency.resize(bytes);
+    drop_reads(lock, [](uint32_t) { return true; });  // prefetches
+    scheduler.resize(bytes);
     trim_slack(0);
     commit_spare();
   }
@@ -359,6 +515,10 @@ const ExpertSource& ExpertMemory::source() const { return impl_->source; }
 void ExpertMemory::begin(uint32_t layer, std::span<const uint32_t> ids, std::span<const uint32_t> num_routes) {
   impl_->begin(layer, ids, num_routes);
 }
+void ExpertMemory::begin_stream(const StreamOptions& options, const std::vector<bool>& may_read_early, bool is_first) {
+  impl_->begin_stream(options, may_read_early, is_first);
+}
+void ExpertMemory::end_stream() { impl_->end_stream(); }
 void ExpertMemory::expect(uint32_t layer, std::span<const uint32_t> ids) { impl_->expect(layer, ids); }
 bool ExpertMemory::take(bool in_order, uint32_t max_taken, std::vector<uint32_t>& taken,
                         const std::function<bool()>& should_stop) {
@@ -373,17 +533,27 @@ void ExpertMemory::end() { impl_->end(); }
 
 ExpertCounters ExpertMemory::counters() const {
   std::lock_guard lock(impl_->mutex);
-  const Residency::Counters& c = impl_->residency.counters();
-  ExpertCounters out;
-  out.hits = c.hits;
-  out.late_hits = c.late_hits;
-  out.loads = c.loads;
-  out.prefetches = c.prefetches;
-  out.evictions = c.evictions;
-  out.bytes_read = impl_->bytes_read;
-  out.bytes_unused = impl_->bytes_unused;
-  out.io_wait_ns = impl_->io_wait_ns;
-  return out;
+  return impl_->counters();
+}
+void ExpertMemory::record_events() {
+  std::lock_guard lock(impl_->mutex);
+  impl_->scheduler.log().is_on = true;
+}
+std::vector<uint32_t> ExpertMemory::take_events(ExpertCounters& counters) {
+  std::lock_guard lock(impl_->mutex);
+  counters = impl_->counters();
+  return impl_->scheduler.log().take();
+}
+void ExpertMemory::record_timeline(bool on) {
+  std::lock_guard lock(impl_->mutex);
+  impl_->timeline = {};
+  impl_->read_starts.clear();
+  impl_->timeline_start.reset();
+  if (on) impl_->timeline_start = Clock::now();
+}
+Timeline ExpertMemory::take_timeline() {
+  std::lock_guard lock(impl_->mutex);
+  return std::exchange(impl_->timeline, {});
 }
 void ExpertMemory::resize(uint64_t arena_bytes) { impl_->resize(arena_bytes); }
 uint64_t ExpertMemory::arena_bytes() const {
@@ -425,7 +595,7 @@ uint64_t ExpertMemory::overhead_bytes(const ExpertSource& source, const ExpertMe
     if (layer.num_experts > 0) tables += cut_record(layer).size() * sizeof(Piece);
   }
   // A slot's row in the tables: Slot, slot_of, committed bytes, a node of each set.
-  const uint64_t row = sizeof(Slot) + 4 + 8 + 64 + 48;
+  const uint64_t row = sizeof(Slot) + 4 + 4 + 8 + 64 + 48;
   tables += count_experts(source) * row + Residency::overhead_bytes(layer_shapes(source), options.policy);
   return tables + options.loader_threads * staging_bytes(source);
 }

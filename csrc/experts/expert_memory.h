@@ -8,12 +8,14 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "experts/expert_source.h"
 #include "experts/policy.h"
+#include "experts/residency.h"
 
 namespace headrace {
 
@@ -28,6 +30,23 @@ struct ExpertCounters {
   uint64_t bytes_unused =
       0;                    // of experts evicted before take() gave them out, and of loads that failed or were dropped
   uint64_t io_wait_ns = 0;  // time the executor waited for an expert
+  uint64_t io_busy_ns = 0;  // time with a read under way
+};
+
+// When experts of streamed passes were read and used, in seconds since record_timeline(). A group may take several
+// reads, where some of its experts were there.
+struct Timeline {
+  struct Read {
+    uint32_t layer, first_expert, num_experts;  // first_expert: of the layer
+    uint64_t bytes;
+    double start_s, end_s;
+  };
+  struct Compute {
+    uint32_t layer, first_expert, num_experts, num_routes;
+    double start_s, end_s;  // from take() to the release of the last
+  };
+  std::vector<Read> reads;
+  std::vector<Compute> computes;
 };
 
 struct ExpertMemoryOptions {
@@ -35,6 +54,9 @@ struct ExpertMemoryOptions {
   uint32_t loader_threads = 2;
   bool direct_io = true;  // O_DIRECT; falls back to buffered reads whose pages are dropped where it is refused
   PolicyOptions policy = {};
+  // Prefetches what expect() told of each layer's next pass, as an oracle that errs: for measurement.
+  std::optional<double> oracle_recall = std::nullopt;
+  uint64_t oracle_seed = 0;
 };
 
 // Threading: one executor thread calls begin/take/release/end; loader threads are private; counters() and
@@ -49,6 +71,12 @@ class ExpertMemory {
   ExpertMemory& operator=(const ExpertMemory&) = delete;
 
   const ExpertSource& source() const;
+
+  // ---- a prompt's pass, streamed: between passes (docs/prefill.md). take() then gives a group at a time, in order.
+  // may_read_early: [layer]. is_first: of its prompt.
+  void begin_stream(const StreamOptions& options, const std::vector<bool>& may_read_early, bool is_first);
+  // Always called after begin_stream(): what is still on its way is dropped.
+  void end_stream();
 
   // ---- one layer of a pass
   // ids: the distinct experts that have routes, ascending; num_routes: how many each has (empty: one). Pins those that
@@ -75,6 +103,12 @@ class ExpertMemory {
   void expect(uint32_t layer, std::span<const uint32_t> ids);
 
   ExpertCounters counters() const;
+  // From now on what happens is kept for a replay (read_events.h). take_events() returns what was kept since it was
+  // last called, and the counters at that moment.
+  void record_events();
+  std::vector<uint32_t> take_events(ExpertCounters& counters);
+  void record_timeline(bool on);
+  Timeline take_timeline();
   // Lowers (or raises) the ceiling between passes; evicts and gives pages back to the system until it holds.
   void resize(uint64_t arena_bytes);
   uint64_t arena_bytes() const;

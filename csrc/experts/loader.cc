@@ -86,87 +86,130 @@ void Loader::stop_and_join() {
   for (std::thread& t : threads_) t.join();
 }
 
-void Loader::submit(uint32_t layer, uint32_t expert, uint32_t slot, uint8_t* dst) {
-  auto load = std::make_shared<Load>();
-  load->layer = layer;
-  load->expert = expert;
-  load->slot = slot;
-  load->dst = dst;
-  load->arrived.resize(pieces_[layer].size());
+void Loader::submit(Request request) {
+  auto read = std::make_shared<Read>();
+  read->layer = request.layer;
+  read->is_urgent = request.is_urgent;
+  read->max_threads = request.max_threads;
+  for (const Target& target : request.targets) {
+    Job job;
+    static_cast<Target&>(job) = target;
+    job.arrived.resize(pieces_[request.layer].size());
+    read->targets.push_back(std::move(job));
+  }
   {
     std::lock_guard lock(mutex_);
-    queue_.push_back(std::move(load));
+    reads_.push_back(std::move(read));
   }
   work_.notify_all();
 }
 
-std::vector<Loader::Report> Loader::drop() {
-  std::vector<Report> dropped;
-  std::lock_guard lock(mutex_);
-  for (const auto& load : queue_) {
-    load->stop = true;
-    if (load->in_flight == 0) dropped.push_back({load->slot, Outcome::kDropped, load->bytes_read, ""});
+// Whether a piece is left to hand out: moves past experts that were dropped.
+bool Loader::has_pieces(Read& read) {
+  while (read.target < read.targets.size() &&
+         (read.targets[read.target].dropped || read.piece == pieces_[read.layer].size())) {
+    ++read.target;
+    read.piece = 0;
   }
-  queue_.clear();
-  return dropped;
+  return read.target < read.targets.size() && read.error.empty();
+}
+
+std::shared_ptr<Loader::Read> Loader::next_read() {
+  for (const bool is_urgent : {true, false}) {
+    for (const auto& read : reads_) {
+      if (read->is_urgent == is_urgent && read->in_flight < read->max_threads && has_pieces(*read)) return read;
+    }
+  }
+  return nullptr;
+}
+
+Loader::Report Loader::report(const Read& read) const {
+  Report report;
+  report.error = read.error;
+  for (const Job& job : read.targets) {
+    const Outcome outcome = job.dropped ? Outcome::kDropped : read.error.empty() ? Outcome::kWhole : Outcome::kFailed;
+    report.items.push_back({job.slot, outcome, job.bytes_read});
+  }
+  return report;
+}
+
+std::vector<Loader::Report> Loader::drop(const std::function<bool(uint32_t)>& is_meant) {
+  std::vector<Report> over;
+  std::lock_guard lock(mutex_);
+  for (auto at = reads_.begin(); at != reads_.end();) {
+    Read& read = **at;
+    has_pieces(read);  // from read.target on there are pieces to drop
+    for (size_t i = read.target; i < read.targets.size(); ++i) {
+      Job& job = read.targets[i];
+      job.dropped = job.dropped || is_meant(job.slot);
+    }
+    const bool is_over = read.in_flight == 0 && !has_pieces(read);
+    if (is_over) over.push_back(report(read));
+    at = is_over ? reads_.erase(at) : std::next(at);
+  }
+  return over;
+}
+
+std::optional<Loader::Report> Loader::cancel(uint32_t slot) {
+  std::vector<Report> over = drop([slot](uint32_t s) { return s == slot; });
+  if (over.empty()) return std::nullopt;
+  return std::move(over.front());
+}
+
+void Loader::promote(uint32_t slot) {
+  std::lock_guard lock(mutex_);
+  for (const auto& read : reads_) {
+    for (const Job& job : read->targets) read->is_urgent = read->is_urgent || job.slot == slot;
+  }
 }
 
 void Loader::run(uint8_t* staging) {
   std::unique_lock lock(mutex_);
   for (;;) {
-    work_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+    std::shared_ptr<Read> read;
+    work_.wait(lock, [&] { return stopping_ || (read = next_read()) != nullptr; });
     if (stopping_) return;
 
-    const std::shared_ptr<Load> load = queue_.front();
-    const std::vector<Piece>& pieces = pieces_[load->layer];
-    const uint32_t i = load->next++;
-    ++load->in_flight;
-    if (load->next == pieces.size()) queue_.pop_front();
+    Job& job = read->targets[read->target];
+    const uint32_t i = read->piece++;
+    const Piece& piece = pieces_[read->layer][i];
+    ++read->in_flight;
     lock.unlock();
     uint64_t bytes_read = 0;
     std::string error;
     try {
-      read_piece(*load, pieces[i], staging, &bytes_read);
+      read_piece(*read, job, piece, staging, &bytes_read);
     } catch (const Error& e) {
-      error = where(*load) + e.what();
+      error = where(*read, job) + e.what();
     }
     lock.lock();
-    load->bytes_read += bytes_read;
-    if (!error.empty()) {
-      if (load->error.empty()) load->error = std::move(error);
-      load->stop = true;
-      queue_.remove(load);
-    }
-    load->arrived[i] = true;
-    check_arrived(*load, lock);
-    --load->in_flight;
+    job.bytes_read += bytes_read;
+    if (read->error.empty()) read->error = std::move(error);
+    job.arrived[i] = true;
+    check_arrived(*read, job, lock);
+    --read->in_flight;
 
-    const bool complete = load->next == pieces.size();
-    if (load->in_flight > 0 || !(complete || load->stop)) continue;
-    Report report{load->slot, Outcome::kWhole, load->bytes_read, load->error};
-    if (!load->error.empty()) {
-      report.outcome = Outcome::kFailed;
-    } else if (!complete) {
-      report.outcome = Outcome::kDropped;
-    }
+    if (read->in_flight > 0 || has_pieces(*read)) continue;
+    reads_.remove(read);
+    const Report done = report(*read);
     lock.unlock();
-    landed_(report);
+    landed_(done);
     lock.lock();
   }
 }
 
-void Loader::read_piece(const Load& load, const Piece& piece, uint8_t* staging, uint64_t* bytes_read) {
-  const LayerExperts& layer = source_.layers[load.layer];
+void Loader::read_piece(const Read& read, const Job& job, const Piece& piece, uint8_t* staging, uint64_t* bytes_read) {
+  const LayerExperts& layer = source_.layers[read.layer];
   if (!layer.records.empty()) {
-    const ExpertExtent& record = layer.records[load.expert];
-    files_.read(record.file, record.offset + piece.offset, piece.nbytes, load.dst + piece.offset, bytes_read);
+    const ExpertExtent& record = layer.records[job.expert];
+    files_.read(record.file, record.offset + piece.offset, piece.nbytes, job.dst + piece.offset, bytes_read);
     return;
   }
   const ExpertPart& part = layer.parts[piece.part];
-  const ExpertExtent& extent = layer.rows[load.expert * 3ull + piece.part];
+  const ExpertExtent& extent = layer.rows[job.expert * 3ull + piece.part];
   const uint64_t offset = extent.offset + piece.offset;
   files_.read(extent.file, offset, piece.nbytes, staging, bytes_read);
-  uint8_t* dst = load.dst + part_offset(layer, static_cast<int>(piece.part));
+  uint8_t* dst = job.dst + part_offset(layer, static_cast<int>(piece.part));
   pack_rows(part.type, part.rows, part.cols, piece.row_begin, piece.num_rows, staging + offset % kPage, dst);
   if (piece.row_begin + piece.num_rows == part.rows) {  // so that a slot's bytes are the same from either source
     const uint64_t used = matrix_bytes(part.type, part.rows, part.cols);
@@ -177,33 +220,33 @@ void Loader::read_piece(const Load& load, const Piece& piece, uint8_t* staging, 
   }
 }
 
-// Called with the lock, which it gives up while it computes. A load's pieces are all checked when its last thread is
+// Called with the lock, which it gives up while it computes. An expert's pieces are all checked when its last thread is
 // done.
-void Loader::check_arrived(Load& load, std::unique_lock<std::mutex>& lock) {
-  const LayerExperts& layer = source_.layers[load.layer];
+void Loader::check_arrived(Read& read, Job& job, std::unique_lock<std::mutex>& lock) {
+  const LayerExperts& layer = source_.layers[read.layer];
   if (layer.records.empty()) return;
-  const std::vector<Piece>& pieces = pieces_[load.layer];
-  while (!load.checking && !load.stop && load.checked < pieces.size() && load.arrived[load.checked]) {
-    const Piece& piece = pieces[load.checked];
-    load.checking = true;
+  const std::vector<Piece>& pieces = pieces_[read.layer];
+  while (!job.checking && !job.dropped && read.error.empty() && job.checked < pieces.size() &&
+         job.arrived[job.checked]) {
+    const Piece& piece = pieces[job.checked];
+    job.checking = true;
     lock.unlock();
-    const uint32_t crc = crc32c(load.crc, load.dst + piece.offset, piece.nbytes);
+    const uint32_t crc = crc32c(job.crc, job.dst + piece.offset, piece.nbytes);
     lock.lock();
-    load.checking = false;
-    load.crc = crc;
-    ++load.checked;
-  }
-  if (load.checked == pieces.size() && load.crc != layer.crc[load.expert]) {
-    const ExpertExtent& record = layer.records[load.expert];
+    job.checking = false;
+    job.crc = crc;
+    ++job.checked;
+    if (job.checked < pieces.size() || job.crc == layer.crc[job.expert]) continue;
+    const ExpertExtent& record = layer.records[job.expert];
     char sums[80];
-    std::snprintf(sums, sizeof sums, ": expected CRC-32C 0x%08x, found 0x%08x", layer.crc[load.expert], load.crc);
-    load.error = where(load) + source_.files[record.file] + ": record of " + std::to_string(record_bytes(layer)) +
+    std::snprintf(sums, sizeof sums, ": expected CRC-32C 0x%08x, found 0x%08x", layer.crc[job.expert], job.crc);
+    read.error = where(read, job) + source_.files[record.file] + ": record of " + std::to_string(record_bytes(layer)) +
                  " bytes at offset " + std::to_string(record.offset) + sums + "; the store is damaged, pack it again";
   }
 }
 
-std::string Loader::where(const Load& load) const {
-  return "layer " + std::to_string(load.layer) + " expert " + std::to_string(load.expert) + ": ";
+std::string Loader::where(const Read& read, const Job& job) const {
+  return "layer " + std::to_string(read.layer) + " expert " + std::to_string(job.expert) + ": ";
 }
 
 }  // namespace headrace

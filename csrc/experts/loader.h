@@ -7,6 +7,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -35,46 +36,72 @@ uint64_t staging_bytes(const ExpertSource& source);
 class Loader {
  public:
   enum class Outcome { kWhole, kFailed, kDropped };
-  struct Report {
+  // One expert of a read: its slot, what became of it, and what reading it cost.
+  struct Item {
     uint32_t slot = 0;
     Outcome outcome = Outcome::kWhole;
     uint64_t bytes_read = 0;
-    std::string error;  // kFailed only
+  };
+  struct Report {
+    std::vector<Item> items;  // as submitted
+    std::string error;        // if an item failed: then all that were not dropped did
+  };
+  struct Target {
+    uint32_t expert = 0, slot = 0;
+    uint8_t* dst = nullptr;  // the slot's first byte
+  };
+  struct Request {
+    uint32_t layer = 0;
+    std::vector<Target> targets;  // experts of one layer, ascending
+    bool is_urgent = true;        // its pieces are handed out before those of reads that are not
+    uint32_t max_threads = UINT32_MAX;
   };
 
-  // source and files outlive the loader. `landed` is called once for each load that drop() does not return, by a loader
-  // thread that holds no lock.
+  // source and files outlive the loader. `landed` is called once for each read that cancel() and drop() do not return,
+  // by a loader thread that holds no lock.
   Loader(const ExpertSource& source, SourceFiles& files, uint32_t num_threads,
          std::function<void(const Report&)> landed);
-  ~Loader();  // waits for reads in flight; forgets the rest
+  ~Loader();  // waits for pieces in flight; forgets the rest
 
-  // Queues a load of a whole record into dst, a slot's first byte.
-  void submit(uint32_t layer, uint32_t expert, uint32_t slot, uint8_t* dst);
-  // Drops all loads. Returns a kDropped report for each that has no read in flight; the others are reported through
-  // `landed` when theirs are done, as kDropped or, if no piece was missing, as usual.
-  std::vector<Report> drop();
+  // Queues a read of whole records.
+  void submit(Request request);
+  // No further piece of the slot's expert is read; unless none was left, it is reported as kDropped with its read.
+  // Returns that report if the read is over thereby.
+  std::optional<Report> cancel(uint32_t slot);
+  // The slot's read is urgent from now on.
+  void promote(uint32_t slot);
+  // Cancels every read that has one of these slots. Returns reports as cancel() does.
+  std::vector<Report> drop(const std::function<bool(uint32_t slot)>& is_meant);
 
  private:
-  struct Load {
-    uint32_t layer = 0, expert = 0, slot = 0;
-    uint8_t* dst = nullptr;
-    uint32_t next = 0;       // piece to hand out
-    uint32_t in_flight = 0;  // pieces handed out and not done
-    bool stop = false;       // hand out no more
+  struct Job : Target {
+    bool dropped = false;
     uint64_t bytes_read = 0;
-    std::string error;
     // Packed records: CRC-32C over the pieces in order, by one thread at a time.
     std::vector<bool> arrived;
     uint32_t checked = 0;
     bool checking = false;
     uint32_t crc = 0;
   };
+  struct Read {
+    uint32_t layer = 0;
+    std::vector<Job> targets;
+    bool is_urgent = true;
+    uint32_t max_threads = 0;
+    uint32_t target = 0, piece = 0;  // to hand out
+    uint32_t in_flight = 0;          // pieces handed out and not done
+    std::string error;
+  };
+  using Reads = std::list<std::shared_ptr<Read>>;
 
   void run(uint8_t* staging);
   void stop_and_join();
-  void read_piece(const Load& load, const Piece& piece, uint8_t* staging, uint64_t* bytes_read);
-  void check_arrived(Load& load, std::unique_lock<std::mutex>& lock);
-  std::string where(const Load& load) const;
+  void read_piece(const Read& read, const Job& job, const Piece& piece, uint8_t* staging, uint64_t* bytes_read);
+  void check_arrived(Read& read, Job& job, std::unique_lock<std::mutex>& lock);
+  bool has_pieces(Read& read);
+  std::shared_ptr<Read> next_read();
+  Report report(const Read& read) const;
+  std::string where(const Read& read, const Job& job) const;
 
   const ExpertSource& source_;
   SourceFiles& files_;
@@ -87,7 +114,7 @@ class Loader {
 
   std::mutex mutex_;
   std::condition_variable work_;
-  std::list<std::shared_ptr<Load>> queue_;  // loads with pieces to hand out, oldest first
+  Reads reads_;  // those not over, oldest first
   bool stopping_ = false;
   std::vector<std::thread> threads_;
 };

@@ -37,6 +37,8 @@ class Policy {
   virtual void observe(uint32_t layer, std::span<const uint32_t> experts, std::vector<uint32_t>& changed);
   // A pass uses the expert for num_routes routes.
   virtual void use(uint32_t expert, uint32_t num_routes);
+  // It counts as used just now, without a route: only its recency changes.
+  void touch(uint32_t expert) { last_use_[expert] = ++num_uses_; }
   // What a later pass will route to, passes in order, layers in order within a pass. Ignored by policies without an
   // oracle.
   virtual void expect(uint32_t layer, std::span<const uint32_t> experts, std::vector<uint32_t>& changed);
