@@ -91,9 +91,11 @@ class ExpertMemory:
         direct_io: bool = True,
         policy: str = "lru",
         hot_routes: int = 0,
+        oracle_recall: float | None = None,
+        oracle_seed: int = 0,
     ) -> None:
         """
-        policy: one of policy_names(). hot_routes: of a layer, those that prefill-hot counts (docs/policies.md).
+        policy: one of policy_names(). hot_routes: of a layer, those that prefill-hot counts (docs/policies.md). oracle_recall: prefetches what expect() told, as an oracle that names this share of what is absent.
         """
 
     @staticmethod
@@ -102,6 +104,24 @@ class ExpertMemory:
 
     def counters(self) -> dict:
         """Expert counters since construction, by name."""
+
+    def record_events(self) -> None:
+        """Keeps what happens beside the routes from now on, for a replay."""
+
+    def take_events(self) -> tuple:
+        """
+        (uint32 words of csrc/experts/read_events.h, counters) since the last call.
+        """
+
+    def record_timeline(self, on: bool) -> None:
+        """
+        Starts keeping when experts of streamed passes are read and used, in seconds from now; or stops.
+        """
+
+    def take_timeline(self) -> dict:
+        """
+        {'reads': {layer, first_expert, num_experts, bytes, start_s, end_s}, 'computes': {layer, first_expert, num_experts, num_routes, start_s, end_s}}, arrays with an element each; first_expert: of the layer.
+        """
 
     def resize(self, arena_bytes: int) -> None:
         """Moves the ceiling on slot bytes, between passes."""
@@ -128,6 +148,16 @@ class ExpertMemory:
     def take(self, in_order: bool = False, max_taken: int = 4294967295) -> list[int]:
         """Indices into ids; empty when all were taken."""
 
+    def begin_stream(
+        self,
+        group_size: int,
+        queue_depth: int,
+        banks: int,
+        reads_early: bool,
+        may_read_early: Sequence[bool],
+        is_first: bool,
+    ) -> None: ...
+    def end_stream(self) -> None: ...
     def release(self, index: int) -> None: ...
     def end(self) -> None: ...
     def read_slot(self, layer: int, index: int) -> bytes:
@@ -196,6 +226,15 @@ class Simulator:
     ) -> None:
         """Routes int32 [tokens, layers, top_k]; a negative id is no route."""
 
+    @overload
+    def end_pass(
+        self, events: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)]
+    ) -> None:
+        """
+        As below; events: uint32, what ExpertMemory.take_events() gave for the pass.
+        """
+
+    @overload
     def end_pass(self) -> None:
         """What is fed next begins a pass of its own."""
 
@@ -334,9 +373,10 @@ class Executor:
         scores: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order="C", device="cpu")]
         | None = None,
         per_slot: bool = False,
+        stream: tuple[int, int, int, bool, bool] | None = None,
     ) -> None:
         """
-        One pass over n rows. tokens: int32 [n]; sequences: uint32 [n], indices into states, each sequence's rows in order; out_rows: uint32 [m], ascending; logits: float32 [m, vocab], filled. On success the states have grown; on an exception none has. routes: int32 [layers, n, top_k], ascending expert ids that replace the routers' choice, each with weight scaling / top_k. ids, weights, scores: int32, float32, float32 [layers, n, top_k], filled with the routes that were used and the routers' logits of them. HeadraceError("cancelled") if `cancel` was set; a signal handler's exception (KeyboardInterrupt) is raised within some 50 ms.
+        One pass over n rows. tokens: int32 [n]; sequences: uint32 [n], indices into states, each sequence's rows in order; out_rows: uint32 [m], ascending; logits: float32 [m, vocab], filled. On success the states have grown; on an exception none has. routes: int32 [layers, n, top_k], ascending expert ids that replace the routers' choice, each with weight scaling / top_k. ids, weights, scores: int32, float32, float32 [layers, n, top_k], filled with the routes that were used and the routers' logits of them. stream: (group size, queue depth, banks, reads early, first pass of its prompt) of a streamed pass. HeadraceError("cancelled") if `cancel` was set; a signal handler's exception (KeyboardInterrupt) is raised within some 50 ms.
         """
 
     @property

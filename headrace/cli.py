@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from enum import Enum
+from enum import Enum, StrEnum
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, NoReturn, TextIO, TypeVar
@@ -298,6 +298,15 @@ def verify_command(
     verify(store, json)
 
 
+class ScheduleName(StrEnum):
+    early = "early"
+    after_routing = "after-routing"
+    on_demand = "on-demand"
+    naive = "naive"
+    whole_layers = "whole-layers"
+    resident = "resident"
+
+
 @command("bench")
 def bench_command(
     model: Model,
@@ -314,14 +323,30 @@ def bench_command(
         ),
     ] = None,
     policy: PolicyName = "lru",
+    schedule: Annotated[
+        ScheduleName,
+        typer.Option("--schedule", help="How prompts read experts; naive, whole-layers and resident for comparison."),
+    ] = ScheduleName.early,
+    group_size: Annotated[int | None, typer.Option("--group-size", min=1, help="Experts a read.")] = None,
+    queue_depth: Annotated[int | None, typer.Option("--queue-depth", min=1, max=64, help="Reads in flight.")] = None,
+    banks: Annotated[int | None, typer.Option("--banks", min=1, help="Groups in memory at a time.")] = None,
+    oracle_recall: Annotated[
+        float | None,
+        typer.Option("--oracle-recall", min=0, max=1, help="Prefetch as a forecaster of this recall would; --replay."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Measure prefill and decode speed on random token ids."""
-    from headrace.commands.bench import bench
+    from headrace.commands.bench import Schedule, bench
     from headrace.experts.simulate import parse_policy
 
     known = _parsed(policy, parse_policy, "--policy")
-    bench(model, prompt, gen, repeat, _memory_bytes(memory), threads, seed, replay, known, json)
+    how = Schedule(schedule.value, group_size, queue_depth, banks)
+    if oracle_recall is not None and replay is None:
+        raise typer.BadParameter("needs --replay TRACE, the future to tell", param_hint="--oracle-recall")
+    if how.is_fixed and (group_size or queue_depth or banks):
+        raise typer.BadParameter(f"{how.name} has its own group size, queue depth and banks", param_hint="--schedule")
+    bench(model, prompt, gen, repeat, _memory_bytes(memory), threads, seed, replay, known, how, oracle_recall, json)
 
 
 def _list(text: str, parse: Callable[[str], T], option: str) -> list[T]:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -190,6 +190,11 @@ def expert_source(checkpoint: Checkpoint) -> _core.ExpertSource:
     return _core.ExpertSource([str(f) for f in checkpoint.files], list(checkpoint.experts))
 
 
+def largest_record_bytes(checkpoint: Checkpoint) -> int:
+    """Of a slot that holds any expert."""
+    return _largest_record_bytes(checkpoint, expert_source(checkpoint))
+
+
 def _largest_record_bytes(checkpoint: Checkpoint, source: _core.ExpertSource) -> int:
     return max(source.record_bytes(i) for i in range(len(checkpoint.experts)))
 
@@ -338,6 +343,7 @@ class Engine:
             "budget_bytes": self.plan.budget_bytes,
             "peak_rss_bytes": machine.peak_rss_bytes(),
             "policy": self.options.policy,
+            "pipeline": asdict(self.pipeline),
             "slots": self.experts.num_slots,
             "residency": min(1.0, self.experts.arena_bytes / self._source.total_bytes()),
             "isa": _core.isa(),

@@ -190,6 +190,7 @@ def test_ctrl_c_leaves_a_part_that_says_so(tmp_path):
 def test_a_trace_replays_on_its_model(text, tmp_path):
     record("tiny", text, "-o", tmp_path / "t.trace")
     args = ["bench", "tiny", "--prompt", 20, "--gen", 4, "--repeat", 1, "--json", "--replay", tmp_path / "t.trace"]
+    args += ["--schedule", "after-routing"]  # early reads are no loads
     report = json.loads(headrace(*args).stdout)
     assert report["replay"] == {"trace": "t.trace", "tokens": 24}
     ids = joined(blocks_of(tmp_path / "t.trace"), "ids")[:24]

@@ -14,6 +14,7 @@ from test_cli import assert_one_line_error, headrace
 from headrace.engine import Engine, EngineOptions, Routing
 from headrace.errors import HeadraceError
 from headrace.experts import traces
+from headrace.experts.pipeline import Pipeline
 from headrace.experts.traces import Replay, load_replay, open_trace
 from headrace.formats import open_checkpoint
 from headrace.formats.checkpoint import DType
@@ -214,12 +215,13 @@ def test_only_routed_experts_are_read(model):
     config = open_checkpoint(model).config
     layers, k = config.num_hidden_layers, config.num_experts_per_tok
     replay = Replay("one", np.tile(np.arange(k, dtype=np.uint16), (1, layers, 1)))
-    with load(model) as engine:
+    with load(model, pipeline=Pipeline(2, 2, 3, "after-routing")) as engine:
         session = engine.session(replay=replay)
         session.prefill(TOKENS)
         for token in TOKENS:
             session.step(token)
-        assert engine.counters()["loads"] == layers * k
+        counters = engine.counters()
+        assert counters["loads"] == layers * k and counters["prefetches"] == counters["bytes_unused"] == 0
 
 
 def test_routes_of_another_model_are_refused(model):
@@ -307,11 +309,11 @@ def test_bench_replays_a_trace(model, tmp_path):
     config = open_checkpoint(model).config
     k = config.num_experts_per_tok
     one = write_jsonl(tmp_path / "one.jsonl", np.tile(np.arange(k, dtype=np.uint16), (2, 3, 1)))
-    args = ["bench", model, "--prompt", 10, "--gen", 6, "--repeat", 1]
+    args = ["bench", model, "--prompt", 10, "--gen", 6, "--repeat", 1, "--schedule", "after-routing"]
     report = json.loads(headrace(*args, "--json", "--replay", one).stdout)
     assert report["replay"] == {"trace": "one.jsonl", "tokens": 2}
     assert report["prefill"]["expert_loads"] == 3 * k
-    assert report["decode"] | {"io_wait_s": 0} == {
+    assert report["decode"] | {"io_wait_s": 0, "io_busy_s": 0} == {
         "expert_hits": 6 * 3 * k,
         "expert_late_hits": 0,
         "expert_loads": 0,
@@ -319,6 +321,7 @@ def test_bench_replays_a_trace(model, tmp_path):
         "expert_bytes_read": 0,
         "expert_bytes_unused": 0,
         "io_wait_s": 0,
+        "io_busy_s": 0,
     }
     text = headrace(*args, "--replay", one)
     assert "routes of one.jsonl" in text.stdout and text.returncode == 0

@@ -18,6 +18,8 @@ using namespace nb::literals;
 namespace headrace {
 namespace {
 
+using Events = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
 using Routes = nb::ndarray<const int32_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
 void feed(Simulator& simulator, size_t num_layers, const Routes& ids) {
@@ -98,7 +100,12 @@ void init_simulator(nb::module_& m) {
       .def(
           "feed", [](Simulator& simulator, const Routes& ids) { feed(simulator, simulator.num_layers(), ids); },
           nb::arg("ids").noconvert(), "Routes int32 [tokens, layers, top_k]; a negative id is no route.")
-      .def("end_pass", &Simulator::end_pass, "What is fed next begins a pass of its own.")
+      .def(
+          "end_pass",
+          [](Simulator& simulator, const Events& events) { simulator.end_pass({events.data(), events.size()}); },
+          nb::arg("events").noconvert(), "As below; events: uint32, what ExpertMemory.take_events() gave for the pass.")
+      .def(
+          "end_pass", [](Simulator& simulator) { simulator.end_pass(); }, "What is fed next begins a pass of its own.")
       .def("resize", &Simulator::resize, "capacity_bytes"_a, "From the pass on that is being fed.")
       .def("finish", &Simulator::finish, nb::call_guard<nb::gil_scoped_release>(), "The trace is over.")
       .def_prop_ro("bounds", &Simulator::bounds, "Of each link; complete after finish().")

@@ -72,9 +72,8 @@ struct ExpertMemory::Impl {
   std::set<uint32_t> slack_slots;                       // not empty, with more committed than their record
   uint64_t bytes_read = 0, bytes_unused = 0, io_wait_ns = 0, io_busy_ns = 0;
   Clock::time_point busy_since;
-  uint32_t num_taken = 0;    // of the layer in progress
-  std::string error;         // the first load of it that failed
-  bool is_draining = false;  // reads are being dropped: none starts
+  uint32_t num_taken = 0;  // of the layer in progress
+  std::string error;       // the first load of it that failed
   std::vector<uint32_t> gone, costs;
 
   std::optional<NoisyOracle> oracle;
@@ -198,7 +197,7 @@ struct ExpertMemory::Impl {
   // Starts the reads that may start.
   void start_reads() {
     ReadScheduler::Read read;
-    while (error.empty() && !is_draining && scheduler.next(read)) {
+    while (error.empty() && scheduler.next(read)) {
       const uint32_t layer = layer_of[read.experts[0]], first = residency.first_expert(layer);
       Loader::Request request{layer, {}, !read.is_guess, read.is_group ? 1 : UINT32_MAX};
       try {
@@ -276,7 +275,7 @@ struct ExpertMemory::Impl {
 
   // Drops reads under way and waits for those that cannot be.
   void drop_reads(std::unique_lock<std::mutex>& lock, const std::function<bool(uint32_t slot)>& is_meant) {
-    is_draining = true;
+    scheduler.hold(true);
     for (const Loader::Report& report : loader.drop(is_meant)) land(report);
     const auto is_over = [&] {
       for (uint32_t s = 0; s < slots.size(); ++s) {
@@ -286,7 +285,7 @@ struct ExpertMemory::Impl {
       return true;
     };
     landed.wait(lock, is_over);
-    is_draining = false;
+    scheduler.hold(false);
   }
 
   void begin_stream(const StreamOptions& options, const std::vector<bool>& may_read_early, bool is_first) {
@@ -305,10 +304,10 @@ struct ExpertMemory::Impl {
     std::unique_lock lock(mutex);
     if (!residency.is_streaming()) return;
     drop_reads(lock, [](uint32_t) { return true; });
-    scheduler.end_stream();
     if (oracle) {
       for (uint32_t layer = 0; layer < source.layers.size(); ++layer) forecast(layer);
     }
+    scheduler.end_stream();
     start_reads();
   }
 
@@ -346,6 +345,7 @@ struct ExpertMemory::Impl {
     error.clear();
     num_taken = 0;
     if (oracle && !future[layer].empty() && !ids.empty()) future[layer].pop_front();
+    scheduler.observe(layer, ids);
     scheduler.begin(layer, ids, num_routes);
     for (const uint32_t expert : residency.unwanted()) {
       if (const auto report = loader.cancel(slot_of[expert])) land(*report);
@@ -469,9 +469,8 @@ struct ExpertMemory::Impl {
     if (residency.num_loading() > 0) {
       drop_reads(lock, [this](uint32_t s) { return residency.entry_of(slots[s].expert) != kNone; });
     }
-    const uint32_t layer = residency.layer();
+    if (oracle && !residency.is_streaming()) forecast(residency.layer());
     scheduler.end();
-    if (oracle && !residency.is_streaming()) forecast(layer);
     start_reads();
   }
 
@@ -500,6 +499,7 @@ struct ExpertMemory::Impl {
     scheduler.resize(bytes);
     trim_slack(0);
     commit_spare();
+    start_reads();
   }
 };
 
@@ -538,6 +538,7 @@ ExpertCounters ExpertMemory::counters() const {
 void ExpertMemory::record_events() {
   std::lock_guard lock(impl_->mutex);
   impl_->scheduler.log().is_on = true;
+  impl_->scheduler.resize(impl_->residency.capacity_bytes());  // where it begins
 }
 std::vector<uint32_t> ExpertMemory::take_events(ExpertCounters& counters) {
   std::lock_guard lock(impl_->mutex);

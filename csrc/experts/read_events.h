@@ -19,6 +19,7 @@ enum class ReadEvent : uint32_t {
   kBeginStream = 6,  // 1 if the first pass of a prompt; then G, Q, B, reads early, and a word for each layer
   kEndStream = 7,    //
   kResize = 8,       // then the arena's bytes, low and high word
+  kHold = 9,         // 1: no read starts from now on; 0: they may again
 };
 
 class ReadEventLog {

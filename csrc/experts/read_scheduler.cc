@@ -5,8 +5,9 @@
 namespace headrace {
 
 ReadScheduler::ReadScheduler(std::vector<LayerShape> layers, uint64_t capacity_bytes, const PolicyOptions& policy,
-                             Residency::Evict evict)
+                             Residency::Evict evict, uint32_t max_prefetches)
     : layers_(std::move(layers)),
+      max_prefetches_(max_prefetches),
       residency_(layers_, capacity_bytes, policy, std::move(evict)),
       prefetcher_(residency_, layers_) {}
 
@@ -25,7 +26,6 @@ void ReadScheduler::end_stream() {
 void ReadScheduler::begin(uint32_t layer, std::span<const uint32_t> ids, std::span<const uint32_t> num_routes) {
   log_.add(ReadEvent::kBegin, layer);
   last_layer_ = layer;
-  residency_.observe(layer, ids);
   residency_.begin(layer, ids, num_routes);
 }
 
@@ -84,8 +84,14 @@ void ReadScheduler::resize(uint64_t capacity_bytes) {
   residency_.resize(capacity_bytes);
 }
 
-bool ReadScheduler::next(Read& read) {
+void ReadScheduler::hold(bool is_held) {
+  log_.add(ReadEvent::kHold, is_held);
+  is_held_ = is_held;
+}
+
+bool ReadScheduler::next(Read& read, bool may_guess) {
   read = {};
+  if (is_held_) return false;
   const uint32_t index = residency_.next_load();
   if (index != Residency::kNone) {
     read.experts = {residency_.entries()[index].expert};
@@ -94,7 +100,7 @@ bool ReadScheduler::next(Read& read) {
     read.is_group = !read.experts.empty();
     if (read.is_group) read.is_guess = residency_.entry_of(read.experts[0]) == Residency::kNone;
   }
-  if (read.experts.empty() && num_prefetches_ < kPrefetches) {
+  if (read.experts.empty() && may_guess && num_prefetches_ < max_prefetches_) {
     const uint32_t expert = prefetcher_.start(residency_, last_layer_);
     if (expert != Residency::kNone) {
       read.experts = {expert};

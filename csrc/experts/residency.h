@@ -84,6 +84,7 @@ class Residency {
   const std::vector<uint32_t>& unwanted() const { return unwanted_; }
   bool is_unwanted(uint32_t expert) const { return experts_[expert].is_unwanted; }
   bool is_streaming() const { return streaming_; }
+  uint32_t num_layers_begun() const { return num_layers_begun_; }  // of the pass that is streamed: all below
   // Whether they share a bank; always true where no pass is streamed.
   bool is_same_group(uint32_t a, uint32_t b) const { return !streaming_ || banks_.group(a) == banks_.group(b); }
 

@@ -47,18 +47,18 @@ SimulatorOptions checked(SimulatorOptions options) {
 
 Simulator::Simulator(SimulatorOptions options)
     : options_(checked(std::move(options))),
-      residency_(options_.layers, options_.capacity_bytes, options_.policy,
-                 [this](uint32_t expert, bool was_taken) {
-                   if (was_taken) return;
-                   ++prefetches_unused_;
-                   bytes_unused_ += read_bytes(expert);
-                 }),
+      scheduler_(
+          options_.layers, options_.capacity_bytes, options_.policy,
+          [this](uint32_t expert, bool was_taken) {
+            if (was_taken) return;
+            ++prefetches_unused_;
+            bytes_unused_ += read_bytes(expert);
+          },
+          options_.prefetch.transfers_per_layer > 0 ? 1 : ReadScheduler::kPrefetches),
       capacity_bytes_(options_.capacity_bytes),
       routes_(residency_.num_experts(), 0),
       used_(options_.layers.size()),
-      forecasts_(options_.layers.size()),
-      is_forecast_(residency_.num_experts(), false),
-      random_(options_.prefetch.seed) {
+      oracle_(options_.prefetch.recall, options_.prefetch.seed) {
   std::vector<uint64_t> record_bytes;
   for (uint32_t l = 0; l < options_.layers.size(); ++l) {
     layer_of_.insert(layer_of_.end(), options_.layers[l].num_experts, l);
@@ -86,10 +86,11 @@ void Simulator::feed(const int32_t* ids, uint64_t num_tokens, uint32_t top_k) {
   }
 }
 
-void Simulator::end_pass() {
+void Simulator::end_pass(std::span<const uint32_t> events) {
   if (tokens_in_pass_ == 0) return;
   tokens_in_pass_ = 0;
   Pass pass;
+  pass.events.assign(events.begin(), events.end());
   pass.capacity_bytes = capacity_bytes_;
   pass.first.push_back(0);
   for (uint32_t l = 0; l < used_.size(); ++l) {
@@ -100,7 +101,7 @@ void Simulator::end_pass() {
       pass.num_routes.push_back(routes);
       routes = 0;
     }
-    if (options_.lookahead > 0) residency_.expect(l, used_[l]);
+    if (options_.lookahead > 0) scheduler_.expect(l, used_[l]);
     pass.first.push_back(static_cast<uint32_t>(pass.ids.size()));
     used_[l].clear();
   }
@@ -128,9 +129,10 @@ void Simulator::finish() {
 }
 
 void Simulator::run_pass(const Pass& pass) {
+  if (!pass.events.empty()) return replay_pass(pass);
   if (pass.capacity_bytes != residency_.capacity_bytes()) {
-    if (in_flight_ != kNone) residency_.landed(std::exchange(in_flight_, kNone));
-    residency_.resize(pass.capacity_bytes);
+    if (in_flight_ != kNone) land(std::exchange(in_flight_, kNone), false, {});
+    scheduler_.resize(pass.capacity_bytes);
   }
   const uint64_t before = residency_.counters().loads;
   for (uint32_t l = 0; l < options_.layers.size(); ++l) {
@@ -138,7 +140,7 @@ void Simulator::run_pass(const Pass& pass) {
     const std::span<const uint32_t> ids(pass.ids.data() + pass.first[l], n);
     const std::span<const uint32_t> num_routes(pass.num_routes.data() + pass.first[l], n);
     const uint64_t loads = residency_.counters().loads;
-    if (n > 0) residency_.observe(l, ids);  // an engine passes over a layer that no row goes through
+    if (n > 0) scheduler_.observe(l, ids);  // an engine passes over a layer that no row goes through
     if (n > 0 && options_.pins) {
       run_layer(l, ids, num_routes, true);
     } else {
@@ -153,30 +155,45 @@ void Simulator::run_pass(const Pass& pass) {
 
 void Simulator::run_layer(uint32_t layer, std::span<const uint32_t> ids, std::span<const uint32_t> num_routes,
                           bool is_last) {
-  residency_.begin(layer, ids, num_routes);
+  scheduler_.begin(layer, ids, num_routes);
   const auto load = [&] {
-    for (uint32_t i = residency_.next_load(); i != kNone; i = residency_.next_load()) {
-      const uint32_t expert = residency_.entries()[i].expert;
-      bytes_read_ += read_bytes(expert);
-      residency_.landed(expert);
-    }
+    ReadScheduler::Read read;
+    while (scheduler_.next(read, /*may_guess=*/false)) land(read.experts[0], false, {});
   };
   load();
   for (uint32_t i = 0; i < ids.size(); ++i) {
     const Residency::Entry& entry = residency_.entries()[i];
     if (entry.status == Residency::Status::kLoading) {  // a late hit: the pass waits for it
-      residency_.landed(entry.expert);
+      land(entry.expert, false, {});
       in_flight_ = kNone;
     }
-    residency_.take(i);
-    residency_.release(i);
+    scheduler_.take(i);
+    scheduler_.release(i);
     load();
   }
   if (is_last && options_.prefetch.transfers_per_layer > 0) {
     forecast(layer);
-    move_prefetches(layer);
+    move_prefetches();
   }
-  residency_.end();
+  scheduler_.end();
+}
+
+// A read is over. costs: what it read of each expert that has no slot now.
+void Simulator::land(uint32_t first_expert, bool has_failed, std::span<const uint32_t> costs) {
+  const std::vector<uint32_t> experts = scheduler_.in_flight(first_expert)->experts;
+  uint64_t whole = 0;
+  for (const uint32_t expert : experts) whole += residency_.is_unwanted(expert) ? 0 : read_bytes(expert);
+  const std::vector<uint32_t> unused(experts.size(), 0);  // costs are counted here
+  if (has_failed) {
+    scheduler_.failed(first_expert, unused, gone_);
+  } else {
+    scheduler_.landed(first_expert, unused, gone_);
+    bytes_read_ += whole;
+  }
+  for (const uint32_t cost : costs) {
+    bytes_read_ += cost;
+    bytes_unused_ += cost;
+  }
 }
 
 uint64_t Simulator::read_bytes(uint32_t expert) const {
@@ -187,63 +204,113 @@ uint64_t Simulator::read_bytes(uint32_t expert) const {
 
 // What the layer's next pass needs, as the noisy oracle says when the layer has run.
 void Simulator::forecast(uint32_t layer) {
-  const uint32_t first = residency_.first_expert(layer), n = options_.layers[layer].num_experts;
-  std::vector<uint32_t>& guess = forecasts_[layer];
-  for (const uint32_t e : guess) is_forecast_[e] = false;
-  guess.clear();
-  if (pending_.empty()) return;
+  if (pending_.empty()) return scheduler_.forecast(layer, {});
   const Pass& pass = pending_.front();
-  const uint32_t begin = pass.first[layer], end = pass.first[layer + 1];
-  std::vector<bool> is_needed(n, false);
-  for (uint32_t i = begin; i < end; ++i) is_needed[pass.ids[i]] = true;
-  std::vector<uint32_t> others;
-  for (uint32_t id = 0; id < n; ++id) {
-    if (!is_needed[id]) others.push_back(first + id);
-  }
-  const auto chance = [&] { return static_cast<double>(random_() >> 11) * 0x1p-53; };
-  for (uint32_t i = begin; i < end; ++i) {
-    const uint32_t expert = first + pass.ids[i];
-    if (residency_.state(expert) != Residency::State::kAbsent || chance() < options_.prefetch.recall) {
-      guess.push_back(expert);
-    } else if (!others.empty()) {
-      std::swap(others[random_() % others.size()], others.back());
-      guess.push_back(others.back());
-      others.pop_back();
-    }
-  }
-  for (const uint32_t e : guess) is_forecast_[e] = true;
+  const std::span<const uint32_t> ids(pass.ids.data() + pass.first[layer], pass.first[layer + 1] - pass.first[layer]);
+  scheduler_.forecast(layer, oracle_.forecast(residency_, layer, options_.layers[layer].num_experts, ids));
 }
 
 // One layer's time on the link.
-void Simulator::move_prefetches(uint32_t layer) {
+void Simulator::move_prefetches() {
   double budget = options_.prefetch.transfers_per_layer;
-  while (budget > 0 && (in_flight_ != kNone || start_prefetch(layer))) {
+  while (budget > 0) {
+    if (in_flight_ == kNone) {
+      ReadScheduler::Read read;
+      if (!scheduler_.next(read)) return;
+      in_flight_ = read.experts[0];
+      left_ = 1;
+    }
     const double moved = std::min(budget, left_);
     budget -= moved;
     left_ -= moved;
     if (left_ > 1e-9) return;
-    residency_.landed(std::exchange(in_flight_, kNone));
+    land(std::exchange(in_flight_, kNone), false, {});
   }
 }
 
-// The absent expert of the forecasts that is needed first. What is needed no later makes no room for it.
-bool Simulator::start_prefetch(uint32_t layer) {
-  const uint32_t num_layers = static_cast<uint32_t>(options_.layers.size());
-  for (uint32_t ahead = 0; ahead < num_layers; ++ahead) {
-    const uint32_t l = (layer + 1 + ahead) % num_layers;
-    for (const uint32_t expert : forecasts_[l]) {
-      if (residency_.state(expert) != Residency::State::kAbsent) continue;
-      const auto is_needed_before = [&](uint32_t e) {
-        return is_forecast_[e] && (layer_of_[e] + 2 * num_layers - layer - 1) % num_layers <= ahead;
-      };
-      if (!residency_.prefetch(expert, is_needed_before)) return false;
-      in_flight_ = expert;
-      left_ = 1;
-      bytes_read_ += read_bytes(expert);
-      return true;
+// ---- a recorded pass
+
+void Simulator::replay_pass(const Pass& pass) {
+  size_t at = 0;
+  const auto require = [&](bool holds) {
+    if (!holds) throw Error("simulator: event " + std::to_string(at) + " of a recorded pass cannot be");
+  };
+  const auto words = [&](size_t n) {
+    require(n <= pass.events.size() - at);
+    at += n;
+    return std::span(pass.events).subspan(at - n, n);
+  };
+  const auto is_between_passes = [&] {
+    return !residency_.is_active() && !residency_.is_streaming() && scheduler_.num_in_flight() == 0;
+  };
+  while (at < pass.events.size()) {
+    const uint32_t word = words(1)[0], argument = word >> 4;
+    switch (static_cast<ReadEvent>(word & 15)) {
+      case ReadEvent::kBegin: {
+        require(!residency_.is_active() && argument < options_.layers.size());
+        const uint32_t first = pass.first[argument], n = pass.first[argument + 1] - first;
+        require(n > 0 && (!residency_.is_streaming() || argument >= residency_.num_layers_begun()));
+        const std::span<const uint32_t> ids(pass.ids.data() + first, n);
+        scheduler_.observe(argument, ids);
+        scheduler_.begin(argument, ids, {pass.num_routes.data() + first, n});
+        break;
+      }
+      case ReadEvent::kRelease:
+        require(residency_.is_active() && argument < residency_.entries().size() &&
+                residency_.entries()[argument].status == Residency::Status::kReady);
+        scheduler_.take(argument);
+        scheduler_.release(argument);
+        break;
+      case ReadEvent::kEnd:
+        require(residency_.is_active() && residency_.num_loading() == 0);
+        scheduler_.end();
+        break;
+      case ReadEvent::kLanded:
+      case ReadEvent::kFailed: {
+        const ReadScheduler::Read* read = scheduler_.in_flight(argument);
+        require(read != nullptr);
+        const bool has_failed = static_cast<ReadEvent>(word & 15) == ReadEvent::kFailed;
+        size_t num_gone = read->experts.size();
+        if (!has_failed) {
+          num_gone = static_cast<size_t>(std::count_if(read->experts.begin(), read->experts.end(),
+                                                       [&](uint32_t e) { return residency_.is_unwanted(e); }));
+        }
+        land(argument, has_failed, words(num_gone));
+        break;
+      }
+      case ReadEvent::kForecast: {
+        require(argument < options_.layers.size());
+        const auto experts = words(words(1)[0]);
+        for (const uint32_t e : experts) require(e < residency_.num_experts());
+        scheduler_.forecast(argument, {experts.begin(), experts.end()});
+        continue;  // what follows says what to do with it
+      }
+      case ReadEvent::kBeginStream: {
+        const auto settings = words(4 + options_.layers.size());
+        require(is_between_passes() && settings[0] > 0 && settings[1] > 0 && settings[2] > 0);
+        scheduler_.begin_stream({settings[0], settings[1], settings[2], settings[3] != 0},
+                                {settings.begin() + 4, settings.end()}, argument != 0);
+        break;
+      }
+      case ReadEvent::kEndStream:
+        require(residency_.is_streaming() && !residency_.is_active() && scheduler_.num_in_flight() == 0);
+        scheduler_.end_stream();
+        break;
+      case ReadEvent::kResize: {
+        const auto size = words(2);
+        require(is_between_passes());
+        const uint64_t capacity_bytes = size[0] | uint64_t{size[1]} << 32;
+        check_capacity(options_.layers, capacity_bytes);
+        scheduler_.resize(capacity_bytes);
+        break;
+      }
+      case ReadEvent::kHold: scheduler_.hold(argument != 0); continue;
+      default: require(false);
     }
+    ReadScheduler::Read read;
+    while (scheduler_.next(read)) continue;
   }
-  return false;
+  ++num_passes_;
 }
 
 SimulatedCounters Simulator::counters() const {

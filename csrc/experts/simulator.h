@@ -1,13 +1,13 @@
-// Drives Residency with the routes of a trace and no loads: what an engine with these slots and this policy would hit,
-// load and evict. docs/policies.md has the rules. For one thread at a time; different simulators are independent.
+// Drives a ReadScheduler with the routes of a trace and no loads: what an engine with these slots and this policy would
+// hit, load and evict. docs/policies.md has the rules. For one thread at a time; different simulators are independent.
 #pragma once
 
 #include <cstdint>
 #include <deque>
-#include <random>
+#include <span>
 #include <vector>
 
-#include "experts/residency.h"
+#include "experts/read_scheduler.h"
 #include "experts/schedule_bound.h"
 
 namespace headrace {
@@ -44,8 +44,9 @@ class Simulator {
 
   // ids [num_tokens, layers, top_k]; a negative id is no route. Error names the token, the layer, expected and found.
   void feed(const int32_t* ids, uint64_t num_tokens, uint32_t top_k);
-  // Whatever is fed next begins a pass of its own.
-  void end_pass();
+  // Whatever is fed next begins a pass of its own. events: what happened to an engine in the pass that was fed
+  // (read_events.h): it is done again, and nothing else; what moved the capacity is among it. Error if that cannot be.
+  void end_pass(std::span<const uint32_t> events = {});
   // The capacity from the pass on that is being fed, as an engine's guard moves it between passes.
   void resize(uint64_t capacity_bytes);
   // The trace is over: runs what waits.
@@ -60,20 +61,23 @@ class Simulator {
     std::vector<uint32_t> ids, num_routes;  // layer after layer
     std::vector<uint32_t> first;            // [layers + 1]
     uint64_t capacity_bytes = 0;
+    std::vector<uint32_t> events;
   };
 
   void run_pending(size_t kept);  // all passes that wait but the last `kept`
   void run_pass(const Pass& pass);
+  void replay_pass(const Pass& pass);
   void run_layer(uint32_t layer, std::span<const uint32_t> ids, std::span<const uint32_t> num_routes, bool is_last);
   void forecast(uint32_t layer);
-  void move_prefetches(uint32_t layer);
-  bool start_prefetch(uint32_t layer);
+  void move_prefetches();
+  void land(uint32_t first_expert, bool has_failed, std::span<const uint32_t> costs);
   uint64_t read_bytes(uint32_t expert) const;
 
   const SimulatorOptions options_;
   uint64_t bytes_read_ = 0, bytes_unused_ = 0, prefetches_unused_ = 0;
   uint64_t num_passes_ = 0, loads_squared_ = 0, num_tokens_ = 0;
-  Residency residency_;
+  ReadScheduler scheduler_;
+  const Residency& residency_ = scheduler_.residency();
   std::vector<ScheduleBound> bounds_;
 
   uint32_t tokens_in_pass_ = 0;
@@ -82,12 +86,11 @@ class Simulator {
   std::vector<std::vector<uint32_t>> used_;  // [layer]: ids with routes in it
   std::deque<Pass> pending_;                 // the next pass first
 
-  std::vector<std::vector<uint32_t>> forecasts_;  // [layer]: experts of its next pass, as guessed
-  std::vector<bool> is_forecast_;                 // [expert]
-  std::vector<uint32_t> layer_of_;                // [expert]
-  uint32_t in_flight_ = Residency::kNone;         // the prefetch that the link is moving
-  double left_ = 0;                               // of it
-  std::mt19937_64 random_;
+  NoisyOracle oracle_;
+  std::vector<uint32_t> layer_of_;         // [expert]
+  uint32_t in_flight_ = Residency::kNone;  // the prefetch that the link is moving
+  double left_ = 0;                        // of it
+  std::vector<uint32_t> gone_;
 };
 
 }  // namespace headrace

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -15,8 +16,9 @@ import numpy as np
 from headrace import _core
 from headrace.commands.model import open_model
 from headrace.commands.run import hit_rate, session_report
-from headrace.engine import Engine, EngineOptions
+from headrace.engine import Engine, EngineOptions, largest_record_bytes
 from headrace.errors import HeadraceError
+from headrace.experts.pipeline import ABLATIONS, Pipeline, ablation, default_pipeline
 from headrace.experts.simulate import Policy
 from headrace.experts.traces import Replay, load_replay, open_trace
 from headrace.formats.checkpoint import Checkpoint
@@ -41,6 +43,33 @@ def future_passes(replay: Replay, prompt_tokens: int, gen_tokens: int, max_rows:
         yield [np.unique(layer) for layer in (*routes[:-1], wanted)]
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """How prompts are read. name: one of SCHEDULES or ABLATIONS, or "resident": all experts stay, and each prompt runs
+    once before it is measured. None: the engine's own."""
+
+    name: str = "early"
+    group_size: int | None = None
+    queue_depth: int | None = None
+    banks: int | None = None
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.name in ABLATIONS
+
+    def pipeline(self, checkpoint: Checkpoint) -> Pipeline | None:
+        default = default_pipeline(largest_record_bytes(checkpoint))
+        if self.is_fixed:
+            return ablation(self.name, checkpoint.config.num_experts, default)
+        asked = (self.group_size, self.queue_depth, self.banks)
+        if self.name in ("early", "resident") and asked == (None, None, None):
+            return None
+        name = "early" if self.name == "resident" else self.name
+        return Pipeline(
+            asked[0] or default.group_size, asked[1] or default.queue_depth, asked[2] or default.banks, name
+        )
+
+
 def bench(
     model: str,
     prompt_tokens: int,
@@ -51,11 +80,14 @@ def bench(
     seed: int,
     trace: Path | None,
     policy: Policy,
+    schedule: Schedule,
+    oracle_recall: float | None,
     as_json: bool,
 ) -> None:
     _core.exit_on_interrupt(True)  # nothing is written
-    if policy.lookahead and trace is None:
-        raise HeadraceError(f"{policy.name} needs to know the future; give it with --replay TRACE")
+    if (policy.lookahead or oracle_recall is not None) and trace is None:
+        what = policy.name if policy.lookahead else "an oracle"
+        raise HeadraceError(f"{what} needs to know the future; give it with --replay TRACE")
     checkpoint = open_model(model)
     replay = open_replay(checkpoint, trace, prompt_tokens + gen_tokens) if trace is not None else None
     options = EngineOptions(
@@ -64,15 +96,30 @@ def bench(
         num_threads=num_threads,
         prompt_rows=prompt_tokens,
         policy=policy.native,
+        pipeline=schedule.pipeline(checkpoint),
+        oracle_recall=oracle_recall,
+        oracle_seed=seed,
     )
+    is_resident = schedule.name == "resident"
+    lookahead = max(policy.lookahead, 0 if oracle_recall is None else 1)
     runs = []
     with Engine(checkpoint, options) as engine:
         rng = np.random.default_rng(seed)
-        if policy.lookahead and replay is not None:
-            shape = prompt_tokens, gen_tokens, engine.max_rows
-            engine.foresee((p for _ in range(repeat) for p in future_passes(replay, *shape)), policy.lookahead)
+        if is_resident and engine.report()["residency"] < 1:
+            raise HeadraceError(
+                f"a resident run needs all experts in memory: give --memory {format_size(engine.plan.resident_bytes)}"
+            )
+        if lookahead and replay is not None:
+            rows = engine.max_rows
+            times = [0, gen_tokens] if is_resident else [gen_tokens]
+            passes = (p for _ in range(repeat) for n in times for p in future_passes(replay, prompt_tokens, n, rows))
+            engine.foresee(passes, lookahead)
         for _ in range(repeat):
             ids = rng.integers(0, checkpoint.config.vocab_size, prompt_tokens + gen_tokens).tolist()
+            if is_resident:
+                warm = engine.session(replay=replay)
+                warm.prefill(ids[:prompt_tokens])
+                warm.close()
             session = engine.session(replay=replay)
             session.prefill(ids[:prompt_tokens])
             for token in ids[prompt_tokens:]:
@@ -90,6 +137,8 @@ def bench(
         report = {
             **engine.report(),
             "policy": policy.name,
+            "schedule": schedule.name,
+            "oracle_recall": oracle_recall,
             **middle,
             "prompt_tokens": prompt_tokens,
             "generated_tokens": gen_tokens,

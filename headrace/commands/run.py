@@ -176,7 +176,7 @@ def session_report(session: Session) -> dict[str, Any]:
     return {
         "prefill_tps": prefill.tps,
         "decode_tps": decode.tps,
-        "prefill": prefill.as_dict(),
+        "prefill": {**prefill.as_dict(), "bubble_rate": prefill.bubble_rate},
         "decode": decode.as_dict(),
     }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from headrace.errors import HeadraceError
 
 SCHEDULES = ("early", "after-routing", "on-demand")
+ABLATIONS = ("naive", "whole-layers")
 # Without a profile of the device: reads of some 12 MiB, three at a time, and banks for twice as many.
 DEFAULT_GROUP_BYTES = 12 << 20
 DEFAULT_QUEUE_DEPTH = 3
@@ -43,6 +44,15 @@ class Pipeline:
         """For Executor.run: on demand is a single bank that is filled when it is free."""
         queue_depth, banks = (1, 1) if self.schedule == "on-demand" else (self.queue_depth, self.banks)
         return self.group_size, queue_depth, banks, self.schedule == "early", is_first
+
+
+def ablation(name: str, num_experts: int, default: Pipeline) -> Pipeline:
+    """What EStream compares with: "naive" (Q = 1, G = 1, B = 3), "whole-layers" (two banks of a layer each)."""
+    if name == "naive":
+        return Pipeline(1, 1, 3)
+    if name == "whole-layers":
+        return Pipeline(num_experts, min(2, default.queue_depth), 2)
+    raise HeadraceError(f"pipeline: expected one of {', '.join(ABLATIONS)}, found {name!r}")
 
 
 def default_pipeline(record_bytes: int) -> Pipeline:

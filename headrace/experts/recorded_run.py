@@ -34,6 +34,7 @@ class Recorder:
         if policy not in replayable_policies():
             raise HeadraceError(f"cache policy {policy!r}: a run that is told the future cannot be recorded")
         self._engine, self._length = engine, 0
+        self.counters = dict.fromkeys(COUNTERS, 0)  # at the end of the last pass
         config, layers = engine.config, range(len(engine.checkpoint.experts))
         settings = RunSettings(
             policy,
@@ -42,6 +43,7 @@ class Recorder:
             np.array([engine.experts.read_bytes(layer) for layer in layers], np.uint64),
         )
         self.writer = TraceWriter(path, model, len(layers), config.num_experts, config.num_experts_per_tok, settings)
+        engine.experts.record_events()
 
     def observe(self, routing: Routing) -> None:
         """For Engine.session(observe=...). A rollback to the beginning starts another sequence."""
@@ -50,7 +52,8 @@ class Recorder:
         elif routing.first != self._length:
             raise HeadraceError(f"recording: position {routing.first} follows {self._length}; record one session")
         self._length = routing.first + len(routing.tokens)
-        counters = self._engine.counters()
+        events, counters = self._engine.experts.take_events()
+        self.counters = {name: counters[name] for name in COUNTERS}
         self.writer.add(
             routing.tokens,
             routing.ids,
@@ -60,7 +63,8 @@ class Recorder:
                 len(routing.tokens),
                 np.array(routing.out_rows, np.int64),
                 self._engine.experts.arena_bytes,
-                {name: counters[name] for name in COUNTERS},
+                self.counters,
+                events,
             ),
         )
 
@@ -137,7 +141,7 @@ class _Replay:
                 raise self._wrong(f"position {block.first + at} of sequence {block.sequence} belongs to no pass")
             this = self._waiting[0]
             if self._done_rows == 0:
-                self._begin(this)
+                self._note_arena(this)
             n = min(len(block.ids) - at, this.num_rows - self._done_rows)
             ids = np.ascontiguousarray(block.ids[at : at + n], np.int32)
             rows = np.arange(self._done_rows, self._done_rows + n)
@@ -148,13 +152,15 @@ class _Replay:
             if self._done_rows == this.num_rows:
                 self._end(self._waiting.popleft())
 
-    def _begin(self, this: Pass) -> None:
-        self._simulator.resize(this.arena_bytes)
+    def _note_arena(self, this: Pass) -> None:
         if self._arena_bytes[-1:] != [this.arena_bytes]:
             self._arena_bytes.append(this.arena_bytes)
 
     def _end(self, this: Pass) -> None:
-        self._simulator.end_pass()
+        try:
+            self._simulator.end_pass(this.events)
+        except HeadraceError as e:
+            raise self._wrong(str(e)) from None
         counters = self._simulator.counters()
         for name in COUNTERS:
             if counters[name] != this.counters[name]:

@@ -33,15 +33,16 @@ VERSION = 1
 HEADER = struct.Struct("<8sIII")  # magic, version, bytes of JSON, CRC-32C of these 16 bytes and the JSON
 BLOCK = struct.Struct("<4sIII")  # magic, kind, bytes of payload, CRC-32C of these 12 bytes and the payload
 BLOCK_MAGIC = b"HRBK"
-KIND_END, KIND_TOKENS, KIND_SIZES, KIND_PASSES = range(4)
+KIND_END, KIND_TOKENS, KIND_SIZES, KIND_PASSES = 0, 1, 2, 4
 TOKENS = struct.Struct("<IIII")  # tokens, sequence, position of the first, bytes of the compressed routes
 END = struct.Struct("<QQ")  # tokens, sequences
-PASSES = struct.Struct("<II")  # passes, all their rows that went through the last layer's experts
+PASSES = struct.Struct("<III")  # passes, all their rows that went through the last layer's experts, all their events
 COUNTERS = ("hits", "late_hits", "loads", "prefetches", "evictions", "bytes_read", "bytes_unused")
 
 BLOCK_TOKENS = 256
 RUN_BLOCK_TOKENS = 32  # a live run's: what a killed one loses at most
 MAX_BLOCK_PASSES = 1 << 16
+MAX_BLOCK_EVENTS = 1 << 24  # 32-bit words
 MAX_RUN_EXPERTS = 1 << 22  # of all layers
 MAX_BLOCK_ROUTES = 1 << 22  # tokens * layers * top_k of one block: what reading it takes is bounded
 MAX_TOKEN_ROUTES = 1 << 20
@@ -67,13 +68,15 @@ class RunSettings:
 @dataclass(frozen=True)
 class Pass:
     """One pass of a recorded run: the next num_rows tokens. out_rows: int64, ascending, the rows that went through the
-    last layer's experts. arena_bytes: what the arena could hold. counters: the engine's, by name, since it was loaded.
+    last layer's experts. arena_bytes: what the arena could hold at its end. counters: the engine's, by name, since it
+    was loaded. events: uint32, what happened beside the routes (csrc/experts/read_events.h).
     """
 
     num_rows: int
     out_rows: np.ndarray
     arena_bytes: int
     counters: dict[str, int]
+    events: np.ndarray
 
 
 def identify(checkpoint: Checkpoint) -> ModelIdentity:
@@ -337,23 +340,27 @@ class RecordedTrace(Trace):
         )
 
     def _unpacked_passes(self, payload: bytes, at: int, smallest_arena: int) -> Iterator[Pass]:
-        n, num_out = PASSES.unpack_from(payload) if len(payload) >= PASSES.size else (0, 0)
-        if not 1 <= n <= MAX_BLOCK_PASSES or num_out > MAX_BLOCK_ROUTES:
-            raise self._wrong(at, f"{n} passes with {num_out} rows of logits")
+        n, num_out, num_events = PASSES.unpack_from(payload) if len(payload) >= PASSES.size else (0, 0, 0)
+        if not 1 <= n <= MAX_BLOCK_PASSES or num_out > MAX_BLOCK_ROUTES or num_events > MAX_BLOCK_EVENTS:
+            raise self._wrong(at, f"{n} passes with {num_out} rows of logits and {num_events} events")
         numbers = 1 + len(COUNTERS)
-        data = self._inflate(payload[PASSES.size :], n * (8 * numbers + 8) + 4 * num_out, at)
+        fixed = n * (8 * numbers + 12)
+        data = self._inflate(payload[PASSES.size :], fixed + 4 * num_out + 4 * num_events, at)
         wide = np.frombuffer(data, "<u8", n * numbers).reshape(numbers, n).tolist()
-        rows, counts = np.frombuffer(data, "<u4", 2 * n, 8 * n * numbers).reshape(2, n).astype(np.int64)
-        out = np.frombuffer(data, "<u4", num_out, n * (8 * numbers + 8)).astype(np.int64)
-        ends = counts.cumsum()
-        if rows.min() < 1 or ends[-1] != num_out or min(wide[0]) < smallest_arena:
+        rows, counts, event_counts = np.frombuffer(data, "<u4", 3 * n, 8 * n * numbers).reshape(3, n).astype(np.int64)
+        out = np.frombuffer(data, "<u4", num_out, fixed).astype(np.int64)
+        events = np.frombuffer(data, "<u4", num_events, fixed + 4 * num_out).astype(np.uint32)
+        ends, event_ends = counts.cumsum(), event_counts.cumsum()
+        sizes = ends[-1], event_ends[-1]
+        if rows.min() < 1 or sizes != (num_out, num_events) or min(wide[0]) < smallest_arena:
             raise self._wrong(at, "passes without rows, or with an arena too small for an expert")
         for i in range(n):
             out_rows = out[ends[i] - counts[i] : ends[i]]
             if len(out_rows) and (out_rows[-1] >= rows[i] or (out_rows[1:] <= out_rows[:-1]).any()):
                 raise self._wrong(at, f"rows of logits that do not ascend below {rows[i]}")
             counters = {name: wide[1 + c][i] for c, name in enumerate(COUNTERS)}
-            yield Pass(int(rows[i]), out_rows, wide[0][i], counters)
+            happened = events[event_ends[i] - event_counts[i] : event_ends[i]]
+            yield Pass(int(rows[i]), out_rows, wide[0][i], counters, happened)
 
     def _block(self, fd: int, at: int, limit: int) -> tuple[int, bytes] | None:
         """(kind, payload) of the block at an offset; None if it is not whole."""
@@ -400,12 +407,14 @@ class RecordedTrace(Trace):
 
 
 def _packed_passes(passes: list[Pass]) -> bytes:
-    """Column by column: arena and counters u64, rows, numbers of rows of logits u32, then these rows u32."""
+    """Column by column: arena and counters u64; rows, numbers of rows of logits and of events u32; then the rows of
+    logits and the events u32."""
     wide = [[p.arena_bytes for p in passes]] + [[p.counters[name] for p in passes] for name in COUNTERS]
     out = np.concatenate([p.out_rows for p in passes]).astype("<u4")
-    narrow = [[p.num_rows for p in passes], [len(p.out_rows) for p in passes]]
-    data = np.array(wide, "<u8").tobytes() + np.array(narrow, "<u4").tobytes() + out.tobytes()
-    return PASSES.pack(len(passes), len(out)) + zlib.compress(data)
+    events = np.concatenate([p.events for p in passes]).astype("<u4")
+    narrow = [[p.num_rows for p in passes], [len(p.out_rows) for p in passes], [len(p.events) for p in passes]]
+    data = np.array(wide, "<u8").tobytes() + np.array(narrow, "<u4").tobytes() + out.tobytes() + events.tobytes()
+    return PASSES.pack(len(passes), len(out), len(events)) + zlib.compress(data)
 
 
 def _id_type(num_experts: int) -> str:
