@@ -273,7 +273,13 @@ struct ExpertMemory::Impl {
     read_starts.erase(at);
   }
 
-  // Drops reads under way and waits for those that cannot be.
+  // Reads may start again, and do.
+  void resume() {
+    scheduler.hold(false);
+    start_reads();
+  }
+
+  // Drops reads under way and waits for those that cannot be. None starts until resume().
   void drop_reads(std::unique_lock<std::mutex>& lock, const std::function<bool(uint32_t slot)>& is_meant) {
     scheduler.hold(true);
     for (const Loader::Report& report : loader.drop(is_meant)) land(report);
@@ -285,7 +291,6 @@ struct ExpertMemory::Impl {
       return true;
     };
     landed.wait(lock, is_over);
-    scheduler.hold(false);
   }
 
   void begin_stream(const StreamOptions& options, const std::vector<bool>& may_read_early, bool is_first) {
@@ -297,7 +302,7 @@ struct ExpertMemory::Impl {
     drop_reads(lock, [](uint32_t) { return true; });
     error.clear();
     scheduler.begin_stream(options, may_read_early, is_first);
-    start_reads();
+    resume();
   }
 
   void end_stream() {
@@ -308,7 +313,7 @@ struct ExpertMemory::Impl {
       for (uint32_t layer = 0; layer < source.layers.size(); ++layer) forecast(layer);
     }
     scheduler.end_stream();
-    start_reads();
+    resume();
   }
 
   // What the oracle says of the layer's next pass.
@@ -345,6 +350,7 @@ struct ExpertMemory::Impl {
     error.clear();
     num_taken = 0;
     if (oracle && !future[layer].empty() && !ids.empty()) future[layer].pop_front();
+    scheduler.hold(true);  // first what nobody asked for makes room
     scheduler.observe(layer, ids);
     scheduler.begin(layer, ids, num_routes);
     for (const uint32_t expert : residency.unwanted()) {
@@ -354,7 +360,7 @@ struct ExpertMemory::Impl {
       if (entry.was_late) loader.promote(slot_of[entry.expert]);
     }
     if (timeline_start) routes.assign(num_routes.begin(), num_routes.end());
-    start_reads();
+    resume();
   }
 
   void expect(uint32_t layer, std::span<const uint32_t> ids) {
@@ -471,7 +477,7 @@ struct ExpertMemory::Impl {
     }
     if (oracle && !residency.is_streaming()) forecast(residency.layer());
     scheduler.end();
-    start_reads();
+    resume();
   }
 
   ExpertCounters counters() const {
@@ -499,7 +505,7 @@ struct ExpertMemory::Impl {
     scheduler.resize(bytes);
     trim_slack(0);
     commit_spare();
-    start_reads();
+    resume();
   }
 };
 

@@ -85,7 +85,7 @@ void ReadScheduler::resize(uint64_t capacity_bytes) {
 }
 
 void ReadScheduler::hold(bool is_held) {
-  log_.add(ReadEvent::kHold, is_held);
+  if (is_held != is_held_) log_.add(ReadEvent::kHold, is_held);
   is_held_ = is_held;
 }
 

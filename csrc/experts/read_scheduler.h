@@ -44,14 +44,14 @@ class ReadScheduler {
   void failed(uint32_t first_expert, std::span<const uint32_t> bytes_read, std::vector<uint32_t>& gone);
   void forecast(uint32_t layer, std::vector<uint32_t> experts);
   void resize(uint64_t capacity_bytes);
-  // No read starts while held: those under way are being dropped.
+  // No read starts while held.
   void hold(bool is_held);
   // For a driver that keeps what it took; see Residency.
   bool make_room_in_layer() { return residency_.make_room_in_layer(); }
   void drop_queue() { residency_.drop_queue(); }
   void expect(uint32_t layer, std::span<const uint32_t> ids) { residency_.expect(layer, ids); }
 
-  // ---- what to do: after each of the above but forecast() and hold(), until it says false. may_guess: prefetches too
+  // ---- what to do: after each of the above but forecast(), until it says false. may_guess: prefetches too
   bool next(Read& read, bool may_guess = true);
 
   // The read under way that begins with this expert, or null.

@@ -304,7 +304,7 @@ void Simulator::replay_pass(const Pass& pass) {
         scheduler_.resize(capacity_bytes);
         break;
       }
-      case ReadEvent::kHold: scheduler_.hold(argument != 0); continue;
+      case ReadEvent::kHold: scheduler_.hold(argument != 0); break;
       default: require(false);
     }
     ReadScheduler::Read read;
