@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from typing import Annotated, NoReturn, TextIO, TypeVar
 
 import typer
 
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, UsageError
 
 app = typer.Typer(
     name="headrace",
@@ -31,9 +33,33 @@ T = TypeVar("T")
 
 INTERRUPTED = 130
 
+MAX_SEED = 2**64 - 1  # what the simulator's generator takes
+MAX_WINDOW = 1 << 20  # tokens
+MAX_SECONDS = 1e6
+MAX_RECORD_BYTES = 1 << 36
+MAX_LINK_BYTES = 1 << 50  # a second
+
+
+def _named(value: str | None) -> str | None:
+    """For a model or a store: an empty word would mean the directory that one is in."""
+    if value == "":
+        raise typer.BadParameter("expected a path, found ''")
+    return value
+
+
+def _file(value: Path | None) -> Path | None:
+    """For a file that is read more than once, or appears only when it is whole."""
+    if value in (Path("-"), Path("")):
+        what = "standard input and output cannot be used here" if value == Path("-") else "give a name"
+        raise typer.BadParameter(f"expected a file, found '{value}': {what}")
+    return value
+
+
 Model = Annotated[
     str,
-    typer.Argument(help="A GGUF file, a Hugging Face directory, a store, or `tiny`.", show_default=False),
+    typer.Argument(
+        help="A GGUF file, a Hugging Face directory, a store, or `tiny`.", show_default=False, callback=_named
+    ),
 ]
 Memory = Annotated[
     str | None,
@@ -59,6 +85,10 @@ InspectContext = Annotated[
 ]
 PolicyName = Annotated[
     str,
+    typer.Option("--policy", metavar="POLICY", help="Which experts make room: lru, lfu, lfru, prefill-hot or markov."),
+]
+OraclePolicyName = Annotated[
+    str,
     typer.Option(
         "--policy",
         metavar="POLICY",
@@ -78,17 +108,42 @@ def _size_bytes(text: str | None, option: str) -> int | None:
     return _parsed(text, parse_size, option) if text is not None else None
 
 
+def _positive_size(text: str, option: str, most_bytes: int) -> int:
+    from headrace.sizes import format_size, parse_size
+
+    size_bytes = _parsed(text, parse_size, option)
+    if not 1 <= size_bytes <= most_bytes:
+        raise typer.BadParameter(f"expected 1 byte to {format_size(most_bytes)}, found {text}", param_hint=option)
+    return size_bytes
+
+
 def _parsed(text: str, parse: Callable[[str], T], option: str) -> T:
     """What parse() refuses is wrong usage of the option."""
     try:
         return parse(text)
-    except (HeadraceError, ValueError, ZeroDivisionError) as error:
+    except HeadraceError as error:
         raise typer.BadParameter(str(error), param_hint=option) from error
 
 
-def _check_top_p(top_p: float | None) -> None:
+def _check_sampling(temperature: float | None, top_p: float | None) -> None:
+    if temperature is not None and not math.isfinite(temperature):
+        raise typer.BadParameter(f"expected a number of at least 0, found {temperature}", param_hint="--temp")
     if top_p is not None and not 0 < top_p <= 1:
-        raise typer.BadParameter(f"{top_p} is not above 0 and at most 1", param_hint="--top-p")
+        raise typer.BadParameter(f"expected a number above 0 and at most 1, found {top_p}", param_hint="--top-p")
+
+
+def _given(context: typer.Context) -> dict[str, str]:
+    """What stands on the command line: names of parameters, and how the option or argument is written."""
+    sources = {p.name: context.get_parameter_source(p.name) for p in context.command.params if p.name}
+    written = {p.name: p.opts[-1] for p in context.command.params if p.name}
+    return {name: written[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+
+def _only_with(context: typer.Context, needed: str, *names: str) -> None:
+    """These mean nothing without what is needed."""
+    for name, written in _given(context).items():
+        if name in names:
+            raise typer.BadParameter(f"goes with {needed}", param_hint=written)
 
 
 def _read_prompt(text: str | None, file: Path | None) -> str:
@@ -107,7 +162,7 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         from headrace import __version__
 
-        print(f"headrace {__version__}")
+        print(f"headrace {__version__}", flush=True)
         raise typer.Exit
 
 
@@ -125,16 +180,6 @@ class KvType(str, Enum):
     f32 = "f32"
 
 
-class RunPolicy(str, Enum):
-    """Those that need no knowledge of the future."""
-
-    lru = "lru"
-    lfu = "lfu"
-    lfru = "lfru"
-    prefill_hot = "prefill-hot"
-    markov = "markov"
-
-
 def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Registers a command whose errors become one line and an exit status."""
 
@@ -144,6 +189,8 @@ def command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
             try:
                 function(*args, **kwargs)
                 sys.stdout.flush()
+            except UsageError as error:
+                raise typer.BadParameter(str(error), param_hint=error.option) from None
             except HeadraceError as error:
                 _fail(str(error))
             except KeyboardInterrupt:
@@ -206,20 +253,24 @@ def run_command(
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed for sampling.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
     kv: Annotated[KvType, typer.Option("--kv", help="Keys and values.")] = KvType.f16,
-    policy: Annotated[RunPolicy, typer.Option("--policy", help="Which experts make room.")] = RunPolicy.lru,
+    policy: PolicyName = "lru",
     record: Annotated[
         Path | None,
         typer.Option(
             "--record",
             metavar="T",
             readable=False,
+            callback=_file,
             help="Write a trace of this run, which `headrace simulate T --recorded` replays.",
         ),
     ] = None,
     json: Json = False,
 ) -> None:
     """Generate text from a prompt."""
-    _check_top_p(top_p)
+    _check_sampling(temperature, top_p)
+    from headrace.experts.simulate import parse_policy
+
+    known = _parsed(policy, lambda name: parse_policy(name, oracles=False), "--policy")
     text = _read_prompt(prompt, file)
     from headrace.commands.run import RunOptions, run
 
@@ -236,7 +287,7 @@ def run_command(
             seed=seed,
             raw=raw,
             kv=kv.value,
-            policy=policy.value,
+            policy=known.native,
             record=record,
             json=json,
         )
@@ -269,15 +320,13 @@ def _terminate(signum: int, frame: object) -> None:
 
 @command("pack")
 def pack_command(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="GGUF file or model directory.")],
-    destination: Annotated[str, typer.Argument(metavar="DEST", help="The store to make.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="GGUF file or model directory.", callback=_named)],
+    destination: Annotated[str, typer.Argument(metavar="DEST", help="The store to make.", callback=_named)],
     json: Json = False,
 ) -> None:
     """Pack a checkpoint into a store: one read an expert, everything checksummed."""
     from headrace.commands.store import pack
 
-    for stop in (signal.SIGTERM, signal.SIGHUP):  # the half-written store goes then too
-        signal.signal(stop, lambda signum, frame: sys.exit(128 + signum))
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup sets it
             signal.signal(signum, _terminate)
@@ -289,7 +338,7 @@ def pack_command(
 
 @command("verify")
 def verify_command(
-    store: Annotated[str, typer.Argument(metavar="STORE", help="A packed store.")],
+    store: Annotated[str, typer.Argument(metavar="STORE", help="A packed store.", callback=_named)],
     json: Json = False,
 ) -> None:
     """Read a whole store and check every checksum."""
@@ -319,10 +368,14 @@ def bench_command(
     replay: Annotated[
         Path | None,
         typer.Option(
-            "--replay", metavar="TRACE", readable=False, help="Take routes from a recorded trace, repeated if short."
+            "--replay",
+            metavar="TRACE",
+            readable=False,
+            callback=_file,
+            help="Take routes from a recorded trace, repeated if short.",
         ),
     ] = None,
-    policy: PolicyName = "lru",
+    policy: OraclePolicyName = "lru",
     schedule: Annotated[
         ScheduleName,
         typer.Option("--schedule", help="How prompts read experts; naive, whole-layers and resident for comparison."),
@@ -340,7 +393,7 @@ def bench_command(
     from headrace.commands.bench import Schedule, bench
     from headrace.experts.simulate import parse_policy
 
-    known = _parsed(policy, parse_policy, "--policy")
+    known = _parsed(policy, lambda name: parse_policy(name, oracles=replay is not None), "--policy")
     how = Schedule(schedule.value, group_size, queue_depth, banks)
     if oracle_recall is not None and replay is None:
         raise typer.BadParameter("needs --replay TRACE, the future to tell", param_hint="--oracle-recall")
@@ -350,27 +403,73 @@ def bench_command(
 
 
 def _list(text: str, parse: Callable[[str], T], option: str) -> list[T]:
-    return [_parsed(part.strip(), parse, option) for part in text.split(",")]
+    """What stands between commas, each once."""
+    found = [_parsed(part.strip(), parse, option) for part in text.split(",")]
+    for i, item in enumerate(found):
+        if item in found[:i]:
+            raise typer.BadParameter(f"expected each once, found {text.split(',')[i].strip()} again", param_hint=option)
+    return found
+
+
+_SHARE = re.compile(r"([0-9]{0,18}\.?[0-9]{1,18}|[0-9]{1,18}\.)(?:/([0-9]{1,18}))?")
 
 
 def _residency(text: str) -> Fraction:
-    share = Fraction(text)
-    if not 0 < share <= 1:
-        raise ValueError(f"{text} is not above 0 and at most 1")
-    return share
+    match = _SHARE.fullmatch(text)
+    if match and (match[2] is None or int(match[2])):
+        share = Fraction(match[1]) / int(match[2] or 1)
+        if 0 < share <= 1:
+            return share
+    raise HeadraceError(f"expected shares above 0 and at most 1, such as .25,1/3, found {text!r}")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MAX_SECONDS:
+        raise HeadraceError(f"expected two times of 0 to {MAX_SECONDS:.0f} seconds, such as 5e-4,5e-4, found {text!r}")
+    return seconds
+
+
+def _layer_times(text: str) -> tuple[float, float]:
+    times = [_parsed(part.strip(), _seconds, "--layer-s") for part in text.split(",")]
+    if len(times) != 2:
+        raise typer.BadParameter(
+            f"expected two times, before a layer's router and after it, found {text!r}", param_hint="--layer-s"
+        )
+    return times[0], times[1]
+
+
+def _trigger(text: str) -> int:
+    if re.fullmatch("[0-9]{1,6}", text):
+        return int(text)
+    raise HeadraceError(f"expected ascending layers counted from 0, or all, found {text!r}")
+
+
+def _triggers(text: str) -> tuple[int, ...] | None:
+    if text == "all":
+        return None
+    layers = tuple(_list(text, _trigger, "--triggers"))
+    if layers != tuple(sorted(layers)):
+        raise typer.BadParameter(f"expected ascending layers, found {text}", param_hint="--triggers")
+    return layers
 
 
 @command("simulate")
 def simulate_command(
-    context: typer.Context,
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Recorded routing.", readable=False)],
+    ctx: typer.Context,
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Recorded routing.", readable=False, callback=_file)],
     policies: Annotated[
-        str, typer.Option("--policies", metavar="P,...", help="Cache policies; belady-c for any c.")
+        str, typer.Option("--policies", metavar="P,...", help="Cache policies; belady-c for c passes.")
     ] = "lru,lfu,lfru,prefill-hot,markov,belady-8,belady",
     residency: Annotated[
         str, typer.Option("--residency", metavar="R,...", help="Shares of all experts that are resident.")
     ] = ".15,.25,.35,.45",
-    window: Annotated[int, typer.Option("--window", min=1, help="Tokens a pass, as in verification.")] = 1,
+    window: Annotated[
+        int, typer.Option("--window", min=1, max=MAX_WINDOW, help="Tokens a pass, as in verification.")
+    ] = 1,
     pins: Annotated[
         bool,
         typer.Option("--pins/--no-pins", help="Whether a layer's experts stay while it runs, as in the engine."),
@@ -379,25 +478,33 @@ def simulate_command(
         float, typer.Option("--prefetch", min=0.0, max=1e6, help="Experts moved ahead while a layer runs.")
     ] = 0.0,
     recall: Annotated[
-        float, typer.Option("--recall", min=0.0, max=1.0, help="Share of absent experts that the forecast knows.")
+        float,
+        typer.Option(
+            "--recall", min=0.0, max=1.0, help="With --prefetch: share of absent experts that the forecast knows."
+        ),
     ] = 1.0,
     prompt: Annotated[
         int | None,
-        typer.Option("--prompt", min=1, help="Tokens that prefill-hot counts. Default: the first tenth."),
+        typer.Option("--prompt", min=1, help="Tokens that prefill-hot takes for the prompt. Default: the first tenth."),
     ] = None,
     experts: Annotated[
         int | None,
         typer.Option("--experts", min=1, max=65536, help="Experts a layer. Default: as the trace says or shows."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="The model that the trace came from, for sizes in bytes.")
+        str | None,
+        typer.Option("--model", callback=_named, help="The model that the trace came from, for sizes in bytes."),
     ] = None,
-    record: Annotated[str | None, typer.Option("--record", metavar="SIZE", help="Size of an expert.")] = None,
+    record: Annotated[
+        str | None, typer.Option("--record", metavar="SIZE", help="Size of an expert, where there is no model.")
+    ] = None,
     bound: Annotated[
         bool, typer.Option("--bound", help="The best speed that any prefetch schedule reaches over this link.")
     ] = False,
     link: Annotated[str, typer.Option("--link", metavar="SIZE", help="For --bound: bytes a second.")] = "2GB",
-    latency: Annotated[float, typer.Option("--latency", min=0.0, help="For --bound: seconds a transfer.")] = 1e-4,
+    latency: Annotated[
+        float, typer.Option("--latency", min=0.0, max=MAX_SECONDS, help="For --bound: seconds a transfer.")
+    ] = 1e-4,
     layer_s: Annotated[
         str,
         typer.Option("--layer-s", metavar="S,S", help="For --bound: seconds of a layer before and after its router."),
@@ -410,7 +517,9 @@ def simulate_command(
         int, typer.Option("--horizon", min=1, max=1000, help="For --bound: passes that a forecast tells of.")
     ] = 1,
     threads: Threads = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the forecast's errors.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=MAX_SEED, help="With --recall: seed of the forecast's errors.")
+    ] = 0,
     recorded: Annotated[
         bool,
         typer.Option("--recorded", help="Replay a run of `run --record` as it was, and compare all that it counted."),
@@ -422,35 +531,46 @@ def simulate_command(
 ) -> None:
     """Compare cache policies on recorded routing, or replay a recorded run."""
     if recorded:
-        for name in context.params:
-            source = context.get_parameter_source(name)
-            given = source is not None and source.name == "COMMANDLINE"
-            if given and name not in ("trace", "recorded", "partial", "json"):
+        for name in _given(ctx):
+            if name not in ("trace", "recorded", "partial", "json"):
                 raise typer.BadParameter("takes no other settings: the trace has the run's", param_hint="--recorded")
         from headrace.commands.simulate import simulate_recorded
 
         simulate_recorded(trace, partial, json)
         return
-    if partial:
-        raise typer.BadParameter("goes with --recorded", param_hint="--partial")
+    _only_with(ctx, "--recorded", "partial")
+    if not prefetch:
+        _only_with(ctx, "--prefetch", "recall")
+    if "recall" not in _given(ctx):
+        _only_with(ctx, "--recall", "seed")
+    if not bound:
+        _only_with(ctx, "--bound", "link", "latency", "layer_s", "triggers", "horizon")
+    elif model is None and record is None:
+        raise typer.BadParameter("needs the experts' size: give --model M or --record SIZE", param_hint="--bound")
+    elif prefetch:
+        raise typer.BadParameter("tells of every prefetch schedule: give no --prefetch", param_hint="--bound")
+    if model is not None and (record is not None or experts is not None):
+        other = "--record" if record is not None else "--experts"
+        raise typer.BadParameter("goes not with --model, which says it", param_hint=other)
     from headrace.commands.simulate import run_simulate
     from headrace.experts.simulate import Link, Simulation, parse_policy
 
-    times = _list(layer_s, float, "--layer-s")
-    if len(times) != 2:
-        raise typer.BadParameter(f"expected two times, found {layer_s}", param_hint="--layer-s")
-    at = None if triggers == "all" else tuple(_list(triggers, int, "--triggers"))
-    rate = _size_bytes(link, "--link") or 0
-    schedule = Link(rate, latency, times[0], times[1], at, horizon) if bound else None
+    chosen = _list(policies, parse_policy, "--policies")
+    if all(policy.name != "prefill-hot" for policy in chosen):
+        _only_with(ctx, "prefill-hot among the --policies", "prompt")
+    schedule = None
+    if bound:
+        rate = _positive_size(link, "--link", MAX_LINK_BYTES)
+        schedule = Link(rate, latency, *_layer_times(layer_s), _triggers(triggers), horizon)
     run_simulate(
         trace,
-        _list(policies, parse_policy, "--policies"),
+        chosen,
         _list(residency, _residency, "--residency"),
         Simulation(window=window, pins=pins, transfers_per_layer=prefetch, recall=recall, seed=seed, link=schedule),
         prompt,
         experts,
         model,
-        _size_bytes(record, "--record"),
+        _positive_size(record, "--record", MAX_RECORD_BYTES) if record is not None else None,
         threads,
         json,
     )
@@ -458,9 +578,12 @@ def simulate_command(
 
 @command("trace")
 def trace_command(
+    ctx: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(help="A GGUF file, a Hugging Face directory, a store, or `tiny`.", show_default=False),
+        typer.Argument(
+            help="A GGUF file, a Hugging Face directory, a store, or `tiny`.", show_default=False, callback=_named
+        ),
     ] = None,
     files: Annotated[
         list[Path] | None,
@@ -472,7 +595,8 @@ def trace_command(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="T", readable=False, help="The trace to write.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="T", readable=False, callback=_file, help="The trace to write."),
     ] = None,
     num_tokens: Annotated[
         int | None,
@@ -496,10 +620,13 @@ def trace_command(
     raw: Annotated[bool, typer.Option("--raw", help="With -n: do not apply the chat template.")] = False,
     report: Annotated[
         Path | None,
-        typer.Option("--report", metavar="T", readable=False, help="Report on a trace instead of recording one."),
+        typer.Option(
+            "--report", metavar="T", readable=False, callback=_file, help="Report on a trace instead of recording one."
+        ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="PNG", readable=False, help="With --report: plot it too.")
+        Path | None,
+        typer.Option("--plot", metavar="PNG", readable=False, callback=_file, help="With --report: plot it too."),
     ] = None,
     partial: Annotated[
         bool, typer.Option("--partial", help="With --report: read an unfinished trace up to its last whole block.")
@@ -507,24 +634,26 @@ def trace_command(
     json: Json = False,
 ) -> None:
     """Record the routing of texts, or report on a recorded trace: reuse, unions, expert shares, working sets."""
-    recording = [model, *(files or []), output, num_tokens, memory, threads, context, temperature, top_p, seed]
     if report is not None:
-        if raw or any(given is not None for given in recording):
-            raise typer.BadParameter("takes no model, text or -o: it reads a trace", param_hint="--report")
+        for name, written in _given(ctx).items():
+            if name not in ("report", "plot", "partial", "json"):
+                raise typer.BadParameter("goes not with --report, which reads a trace", param_hint=written)
         from headrace.commands.trace_report import report_trace
 
         report_trace(report, plot, partial, json)
         return
-    if plot is not None or partial:
-        raise typer.BadParameter("goes with --report", param_hint="--plot" if plot is not None else "--partial")
+    _only_with(ctx, "--report", "plot", "partial")
     if model is None or not files:
         raise typer.BadParameter("give MODEL and FILE, or --report T", param_hint="MODEL FILE")
     if output is None:
         raise typer.BadParameter("give the trace to write", param_hint="-o")
-    for name, given in (("--temp", temperature), ("--top-p", top_p), ("--seed", seed), ("--raw", raw or None)):
-        if given is not None and num_tokens is None:
-            raise typer.BadParameter("goes with -n", param_hint=name)
-    _check_top_p(top_p)
+    if files.count(Path("-")) > 1:
+        raise typer.BadParameter("standard input can be read once", param_hint="FILE")
+    if num_tokens is None:
+        _only_with(ctx, "-n", "temperature", "top_p", "seed", "raw")
+    elif context is not None and num_tokens >= context:
+        raise typer.BadParameter(f"a context of {context} leaves no room for a prompt", param_hint="-n")
+    _check_sampling(temperature, top_p)
     from headrace.commands.trace import TraceOptions, record
 
     record(
@@ -575,6 +704,13 @@ def main() -> None:
         app()
     except KeyboardInterrupt:  # before a command has begun
         sys.exit(INTERRUPTED)
+    except SystemExit as end:
+        gone = end.__context__
+        if not isinstance(gone, BrokenPipeError):
+            raise
+        # Help or a usage error whose reader has left: the status is what it would have been.
+        _discard(sys.stdout, sys.stderr)
+        sys.exit(getattr(gone.__context__, "exit_code", 0))
     except OSError as error:  # help that cannot be written
         _tell(_reason(error))
         sys.exit(1)

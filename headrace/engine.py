@@ -52,8 +52,9 @@ class Figures:
             self.counters[key] = self.counters.get(key, 0) + value - before[key]
 
     @property
-    def tps(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+    def tps(self) -> float | None:
+        """None if nothing ran."""
+        return self.tokens / self.seconds if self.seconds else None
 
     def as_dict(self) -> dict[str, float]:
         c = self.counters

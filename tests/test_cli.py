@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -16,6 +17,9 @@ from pathlib import Path
 
 import checkpoints
 import pytest
+from typer.testing import CliRunner
+
+from headrace import cli
 
 HEADRACE = [sys.executable, "-m", "headrace"]
 
@@ -32,6 +36,21 @@ def assert_one_line_error(done: subprocess.CompletedProcess, *parts: str) -> Non
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("headrace: "), done.stderr
     for part in parts:
         assert part in done.stderr, (part, done.stderr)
+
+
+def parsed(*args: object) -> subprocess.CompletedProcess:
+    """As headrace(), in this process: for what is refused before a command begins."""
+    result = CliRunner().invoke(cli.app, [*map(str, args)])
+    return subprocess.CompletedProcess(args, result.exit_code, result.stdout, result.stderr)
+
+
+def assert_wrong_usage(done: subprocess.CompletedProcess, *parts: str) -> None:
+    """Exit status 2, nothing on standard output, and these words in the box that Typer draws."""
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    assert done.stdout == "" and "Traceback" not in done.stderr, done.stderr
+    words = " ".join(re.sub("[│╭╮╰╯─]", " ", done.stderr).split())
+    for part in parts:
+        assert part in words, (part, words)
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +192,19 @@ def test_bench_reports_medians(gguf):
     assert report["prompt_tokens"] == 20 and report["generated_tokens"] == 4
 
 
+def test_what_did_not_run_has_no_speed():
+    report = json.loads(headrace("bench", "tiny", "--prompt", 3, "--gen", 0, "--repeat", 1, "--json").stdout)
+    assert report["prefill_tps"] > 0
+    for r in (report, *report["runs"]):
+        assert r["decode_tps"] is r["decode_hit_rate"] is None
+    text = headrace("bench", "tiny", "--prompt", 3, "--gen", 0, "--repeat", 1)
+    assert text.returncode == 0 and "decode" not in text.stdout
+    one = headrace("run", "tiny", "-p", "x", "-n", 1, "--json")
+    assert json.loads(one.stdout)["decode_tps"] is None
+    one = headrace("run", "tiny", "-p", "x", "-n", 1)
+    assert one.returncode == 0 and "decode" not in one.stderr and "prefill" in one.stderr
+
+
 def test_verify_and_its_failure(store, tmp_path):
     assert headrace("verify", store).returncode == 0
     damaged = tmp_path / "damaged.store"
@@ -186,8 +218,11 @@ def test_verify_and_its_failure(store, tmp_path):
     assert experts.name in done.stdout and "1 damaged" in done.stderr
 
 
+COMMANDS = ("run", "inspect", "pack", "verify", "bench", "simulate", "trace")
+
+
 def test_help_of_every_command():
-    for command in ("run", "inspect", "pack", "verify", "bench", "trace"):
+    for command in COMMANDS:
         done = headrace(command, "--help")
         assert done.returncode == 0 and "Usage" in done.stdout
 
@@ -205,13 +240,63 @@ def test_help_of_every_command():
         ["run", "tiny", "-p", "x", "--no-such-flag"],
         ["run", "tiny", "-p", "x", "--kv", "q3"],
         ["run", "tiny", "-p", "x", "--top-p", "0"],
+        ["run", "tiny", "-p", "x", "--top-p", "nan"],
+        ["run", "tiny", "-p", "x", "--temp", "nan"],
+        ["run", "tiny", "-p", "x", "--temp", "inf"],
         ["nonsense"],
         ["bench", "tiny", "--gen", "-1"],
     ],
 )
 def test_wrong_usage_is_2(args):
-    done = headrace(*args)
-    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    assert_wrong_usage(parsed(*args))
+
+
+def test_wrong_usage_leaves_the_process_with_2():
+    assert_wrong_usage(headrace("run", "tiny", "-p", "x", "-n", "0"), "-n")
+    assert_wrong_usage(headrace("simulate", "t", "--policies", "lru,lru"), "--policies")
+
+
+def test_wrong_usage_says_what_can_be_typed():
+    for command in (["run", "tiny", "-p", "x"], ["bench", "tiny"]):
+        assert_wrong_usage(parsed(*command, "--policy", "fifo"), "'fifo'", "expected one of lru, lfu, lfru, prefill")
+        assert_wrong_usage(parsed(*command, "--policy", "belady"), "markov; an oracle needs", "--replay TRACE")
+    for name in ("belady-0", "belady-1000000"):
+        done = parsed("bench", "tiny", "--replay", "t", "--policy", name)
+        assert_wrong_usage(done, f"'{name}'", "belady-c for c of 1 to 999999 passes")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["bench", "tiny", "--replay", "{}"],
+        ["run", "tiny", "-p", "x", "--record", "{}"],
+        ["trace", "tiny", "x", "-o", "{}"],
+        ["trace", "--report", "{}"],
+        ["trace", "--report", "x", "--plot", "{}"],
+        ["simulate", "{}"],
+    ],
+)
+def test_files_that_are_no_streams(args):
+    """An empty word would be the working directory, a dash a file of that name."""
+    for name in ("", "-"):
+        assert_wrong_usage(parsed(*(a.format(name) for a in args)), f"expected a file, found '{name or '.'}'")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["run", "", "-p", "x"],
+        ["inspect", ""],
+        ["pack", "", "x.store"],
+        ["pack", "tiny", ""],
+        ["verify", ""],
+        ["bench", ""],
+        ["trace", "", "x", "-o", "y"],
+        ["simulate", "x", "--model", ""],
+    ],
+)
+def test_a_model_or_store_without_a_name(args):
+    assert_wrong_usage(parsed(*args), "expected a path, found ''")
 
 
 # ---- bad input: 1 and one line
@@ -517,6 +602,45 @@ def test_a_closed_pipe_is_not_an_error():
         env=dict(os.environ),
     )
     assert done.returncode == 0 and "Traceback" not in done.stderr and "Error" not in done.stderr
+
+
+def test_help_and_usage_errors_whose_reader_has_left():
+    def status(*args: str, stderr_too: bool = False) -> int:
+        reader, writer = os.pipe()
+        os.close(reader)
+        stderr = writer if stderr_too else subprocess.PIPE
+        try:
+            done = subprocess.run([*HEADRACE, *args], stdout=writer, stderr=stderr, timeout=60, check=False)
+        finally:
+            os.close(writer)
+        assert stderr_too or (b"Traceback" not in done.stderr and b"Exception" not in done.stderr)
+        return done.returncode
+
+    helps = [("--help",), ("--version",), *((command, "--help") for command in COMMANDS)]
+    assert {args: status(*args) for args in helps} == dict.fromkeys(helps, 0)
+    assert status("inspect", "tiny") == status("--help", stderr_too=True) == 0
+    assert status("nonsense") == status("nonsense", stderr_too=True) == 2
+    assert status("inspect", "/none.gguf", stderr_too=True) == 1
+
+
+def test_nohup_lets_a_pack_go_on(tmp_path):
+    """SIGHUP that the caller ignores stays ignored."""
+    import synth
+
+    source = tmp_path / "large.gguf"
+    synth.write_synthetic(source, synth.SHAPES["small"], layers=4)
+    process = subprocess.Popen(
+        [*HEADRACE, "pack", source, tmp_path / "out.store"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    while process.poll() is None and len(list(tmp_path.iterdir())) == 1:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGHUP)
+    error = process.communicate(timeout=60)[1]
+    assert (process.returncode, error) == (0, b"")
+    assert (tmp_path / "out.store").is_dir()
 
 
 def test_read_error_in_the_middle_of_generation(store, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_cli import assert_one_line_error, headrace
+from test_cli import assert_one_line_error, assert_wrong_usage, headrace
 from test_trace_file import Recording
 from test_traces import random_ids, write_jsonl
 
@@ -80,7 +80,7 @@ def test_a_trace_by_hand(tmp_path):
     np.testing.assert_allclose(r.shares[0], [3 / 8, 3 / 8, 1 / 8, 1 / 8])
     np.testing.assert_allclose(r.entropy_bits, [2 * 3 / 8 * math.log2(8 / 3) + 2 / 8 * 3])
     assert {k: (n, m.tolist()) for k, (n, m) in r.working_sets.items()} == {1: (4, [2]), 2: (2, [3]), 4: (1, [4])}
-    assert r.mean_low is None  # one piece cannot be resampled
+    assert np.isnan(r.mean_low).all() and np.isnan(r.rho_high).all()  # one piece cannot be resampled
 
 
 @pytest.mark.parametrize("block_tokens", [1, 3, 16, 1000])
@@ -125,6 +125,24 @@ def test_intervals_hold_the_truth_and_shrink():
         r = measure_reuse(ListedTrace([random_ids(640, 1, 16, 4, seed=seed)], 16, 256))
         held += bool(r.mean_low[0] <= 0.25 <= r.mean_high[0])
     assert held >= 32
+
+
+def test_few_pieces_give_no_interval(tmp_path):
+    """4 pieces of 16 tokens say nothing, 5 do; of 20 sequences only 4 hold a window of 3 tokens."""
+    r = measure_reuse(ListedTrace([random_ids(64, 2, 16, 4)], 16))
+    assert np.isnan(r.mean_low).all() and np.isnan(r.rho_high).all()
+    r = measure_reuse(ListedTrace([random_ids(80, 2, 16, 4)], 16))
+    assert (r.mean_low <= r.mean).all() and (r.rho <= r.rho_high).all()
+    r = measure_reuse(ListedTrace([random_ids(2 + (i < 4), 2, 16, 4, seed=i) for i in range(20)], 16))
+    assert r.resampled == "20 x 1 sequences" and r.n.tolist() == [2, 3]
+    assert np.isnan(r.rho_low).all(axis=1).tolist() == np.isnan(r.mean_high).tolist() == [False, True]
+    path = write_jsonl(tmp_path / "t.jsonl", random_ids(64, 2, 16, 4))
+    d = json.loads(headrace("trace", "--report", path, "--json").stdout)
+    assert all(w["reuse_interval"] is None for w in d["windows"])
+    assert d["windows"][0]["layers"][1]["reuse_interval"] is None
+    text = headrace("trace", "--report", path).stdout
+    assert "4 x 16 tokens, none from fewer than 5" in text
+    assert next(line for line in text.splitlines() if line.split()[:1] == ["2"]).split()[2] == "-"
 
 
 def test_many_sequences_are_what_is_resampled():
@@ -208,7 +226,8 @@ def test_report_as_text(tmp_path):
         line = next(line for line in done.stdout.splitlines() if line.split()[:1] == [str(n)])
         assert f"{r.mean[i]:.3f}" in line and f"{r.share[i]:.3f}" in line
     short = headrace("trace", "--report", write_jsonl(tmp_path / "one.jsonl", ids[:1]))
-    assert short.returncode == 0 and "1 token" in short.stdout
+    assert short.returncode == 0 and "1 token in 1 sequence" in short.stdout
+    assert "nothing about reuse" in short.stdout and "uniform" not in short.stdout
 
 
 def test_report_plots(tmp_path):
@@ -217,9 +236,16 @@ def test_report_plots(tmp_path):
         done = headrace("trace", "--report", path, "--plot", tmp_path / name)
         assert done.returncode == 0, done.stderr
         assert (tmp_path / name).read_bytes().startswith(magic)
-    assert_one_line_error(headrace("trace", "--report", path, "--plot", tmp_path / "out.txt"), "out.txt", ".png")
+    assert_wrong_usage(headrace("trace", "--report", path, "--plot", "out.txt"), "--plot", ".png", "'out.txt'")
     assert_one_line_error(headrace("trace", "--report", path, "--plot", tmp_path / "no" / "out.png"), "no such dir")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.png", "out.svg", "t.trace"]
+    one = Recording([1], num_experts=16).write(tmp_path / "one.trace")
+    assert_one_line_error(
+        headrace("trace", "--report", one, "--plot", tmp_path / "one.png"), "one.trace", "longer text"
+    )
+    few = Recording([20], num_experts=16).write(tmp_path / "few.trace")  # without intervals
+    assert headrace("trace", "--report", few, "--plot", tmp_path / "few.png").returncode == 0
+    names = ["few.png", "few.trace", "one.trace", "out.png", "out.svg", "t.trace"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
 def test_report_on_unfinished_and_empty_traces(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import OLMOE, random_weights, write_gguf
-from test_cli import assert_one_line_error, headrace
+from test_cli import assert_one_line_error, assert_wrong_usage, headrace, parsed
 from test_traces import random_ids, write_jsonl
 
 from headrace import _core
@@ -21,6 +22,7 @@ from headrace.experts.trace_file import TraceWriter
 from headrace.experts.traces import ModelIdentity, load_replay, open_trace
 from headrace.formats import open_checkpoint
 from headrace.formats.pack import pack_store
+from headrace.sizes import format_size
 
 COUNTERS = ("hits", "late_hits", "loads", "prefetches", "evictions", "bytes_read", "bytes_unused")
 LAYERS, EXPERTS, TOP_K = 3, 12, 3
@@ -430,6 +432,14 @@ def test_simulate_windows_pins_prefetch_and_bytes(trace, store, tmp_path):
     sized = rows("--model", store, path=write_jsonl(tmp_path / "t.jsonl", ids))[0]
     record = sized["bytes_read"] // sized["loads"]
     assert record >= 4096 and sized["bytes_read"] == record * sized["loads"] and sized["bytes_unused"] == 0
+    table = headrace("simulate", tmp_path / "t.jsonl", "--model", store, "--policies", "lru", "--residency", ".5")
+    head, row = (line.split() for line in table.stdout.splitlines()[1:])
+    assert dict(zip(head, row, strict=True)) == {
+        "policy": "lru",
+        "resident": "50%",
+        "hits": f"{sized['hit_rate']:.1%}",
+        "read/token": format_size(sized["bytes_read"] // 20),
+    }
 
     table = headrace("simulate", trace).stdout.splitlines()
     assert [line.split()[0] for line in table[2:]] == list(POLICIES)
@@ -453,34 +463,115 @@ def test_simulate_bounds_what_a_link_allows(trace):
     assert all(a["bound_tps"] <= b["bound_tps"] for a, b in zip(late_rows, slow, strict=True))
     assert late_rows[0]["bound_tps"] < slow[0]["bound_tps"]
     table = headrace("simulate", trace, *[c for c in common if c != "--json"]).stdout.splitlines()
-    assert len(table) == 2 + 4
-    assert_one_line_error(headrace("simulate", trace, "--bound"), "--record SIZE")
-    assert_one_line_error(headrace("simulate", trace, *common, "--prefetch", 1), "no --prefetch")
-    assert_one_line_error(headrace("simulate", trace, *common, "--triggers", "2,1"), "ascending trigger")
-    for option, value in [("--link", "fast"), ("--layer-s", "1"), ("--layer-s", "1,x"), ("--triggers", "1,x")]:
-        assert headrace("simulate", trace, *common, option, value).returncode == 2
+    assert len(table) == 3 + 4
+    for assumed in ("link of 2 GB/s and 0.0001 s a transfer", "experts of 976.56KiB", "layers of 0.0005 s before"):
+        assert assumed in table[1]
+    assert table[1].endswith("forecasts at all layers, of 1 pass ahead")
+    crawl = ["--link", "1KB", "--triggers", "0,2", "--horizon", 3, "--layer-s", "1,2.5"]
+    table = headrace("simulate", trace, *[c for c in common if c != "--json"], *crawl).stdout.splitlines()
+    assert "layers of 1 s before the router and 2.5 s after it; forecasts at layers 0, 2, of 3 passes" in table[1]
+    for line in table[3:]:  # however small, a speed has digits
+        assert all(0 < float(speed) < 0.005 for speed in line.split()[-3:])
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--bound"], "--record SIZE"),
+        (["--bound", "--record", "1M", "--prefetch", 1], "no --prefetch"),
+        (["--bound", "--record", "1M", "--triggers", "2,1"], "expected ascending layers, found 2,1"),
+        (["--bound", "--record", "1M", "--triggers", "1,1"], "expected each once, found 1 again"),
+        (["--bound", "--record", "1M", "--triggers", "1,x"], "found 'x'"),
+        (["--bound", "--record", "1M", "--triggers=-1"], "found '-1'"),
+        (["--bound", "--record", "1M", "--link", "fast"], "expected a number and a unit"),
+        (["--bound", "--record", "1M", "--link", "0"], "found 0"),
+        (["--bound", "--record", "0"], "expected 1 byte to 64GiB, found 0"),
+        (["--bound", "--record", "65GiB"], "expected 1 byte to 64GiB"),
+        (["--bound", "--record", "1M", "--layer-s", "1"], "expected two times"),
+        (["--bound", "--record", "1M", "--layer-s", "1,x"], "found 'x'"),
+        (["--bound", "--record", "1M", "--layer-s=-1,0"], "found '-1'"),
+        (["--bound", "--record", "1M", "--layer-s", "nan,0"], "found 'nan'"),
+        (["--bound", "--record", "1M", "--latency", "inf"], "--latency"),
+        (["--link", "2GB"], "goes with --bound"),
+        (["--latency", "1"], "goes with --bound"),
+        (["--layer-s", "1,1"], "goes with --bound"),
+        (["--triggers", "0"], "goes with --bound"),
+        (["--horizon", "2"], "goes with --bound"),
+        (["--recall", "0.5"], "goes with --prefetch"),
+        (["--prefetch", "0", "--recall", "0.5"], "goes with --prefetch"),
+        (["--prefetch", "1", "--seed", "0"], "goes with --recall"),
+        (["--prefetch", "1", "--recall", "0.5", "--seed", 2**64], "--seed"),
+        (["--policies", "lru", "--prompt", "3"], "goes with prefill-hot"),
+        (["--model", "tiny", "--record", "1M"], "goes not with --model"),
+        (["--model", "tiny", "--experts", "32"], "goes not with --model"),
+        (["--policies", "lru,fifo"], "'fifo'"),
+        (["--policies", ""], "''"),
+        (["--policies", "lru,lfu,lru"], "expected each once, found lru again"),
+        (["--policies", "belady-0"], "1 to 999999"),
+        (["--residency", ".5,0"], "found '0'"),
+        (["--residency", ".5,1/2"], "found 1/2 again"),
+        (["--residency", "1.1"], "found '1.1'"),
+        (["--residency", "x"], "expected shares above 0 and at most 1"),
+        (["--residency", "25%"], "found '25%'"),
+        (["--residency", "1/0"], "found '1/0'"),
+        (["--residency", "1e-999999999"], "expected shares"),
+        (["--residency", "nan"], "expected shares"),
+        (["--window", "0"], "--window"),
+        (["--window", 2**40], "--window"),
+        (["--recall", "2"], "--recall"),
+        (["--partial"], "goes with --recorded"),
+    ],
+)
+def test_wrong_usage_of_simulate(trace, args, words):
+    done = parsed("simulate", trace, *args)
+    assert_wrong_usage(done, words)
+    for python in ("Invalid literal", "could not convert", "invalid literal", "Error:"):
+        assert python not in done.stderr
+
+
+def test_wrong_usage_that_only_the_trace_shows(trace):
+    outside = headrace("simulate", trace, "--bound", "--record", "1M", "--triggers", "0,3")
+    assert_wrong_usage(outside, "expected layers of 0 to 2", "found 3")
+    assert_wrong_usage(headrace("simulate", trace, "--prompt", "81"), "expected at most the 80 tokens")
+    assert_wrong_usage(headrace("simulate", trace, "--experts", "5"), "expected at least 12")
+
+
+def test_simulate_reads_shares_of_every_kind(trace):
+    done = headrace("simulate", trace, "--policies", "lru", "--residency", "1, 0.5,.25,1/3,0.05/2", "--json")
+    assert [r["residency"] for r in json.loads(done.stdout)["rows"]] == pytest.approx([1, 0.5, 0.25, 1 / 3, 0.025])
+
+
+def test_the_experts_that_a_recorded_trace_names_are_not_overridden(tmp_path):
+    recorded, values = tmp_path / "t.trace", np.zeros((LAYERS, 10, TOP_K), np.float32)
+    with TraceWriter(recorded, ModelIdentity("model", "olmoe", "0"), LAYERS, EXPERTS, TOP_K) as writer:
+        writer.add([0] * 10, random_ids(10, LAYERS, EXPERTS, TOP_K).transpose(1, 0, 2), values, values)
+    for wrong in (EXPERTS - 1, EXPERTS + 1):
+        assert_wrong_usage(headrace("simulate", recorded, "--experts", wrong), "expected 12", f"found {wrong}")
+    assert headrace("simulate", recorded, "--experts", EXPERTS, "--policies", "lru").returncode == 0
+
+
+def test_a_trace_without_tokens_is_not_simulated(tmp_path):
+    with TraceWriter(tmp_path / "t.trace", ModelIdentity("model", "olmoe", "0"), LAYERS, EXPERTS, TOP_K):
+        pass
+    assert_one_line_error(headrace("simulate", tmp_path / "t.trace"), "t.trace", "holds no tokens")
+
+
+def test_simulate_says_what_it_found_in_place_of_a_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert_one_line_error(headrace("simulate", tmp_path), "found a directory; give a file")
+    assert_one_line_error(headrace("simulate", tmp_path / "pipe"), "found a pipe; write what comes out of it to a file")
+    assert_one_line_error(headrace("simulate", "/dev/null"), "found a device; give a file")
 
 
 def test_simulate_and_policies_refuse_in_one_line(trace, tmp_path, store):
     assert_one_line_error(headrace("simulate", tmp_path / "none"), "none")
-    assert_one_line_error(headrace("simulate", trace, "--experts", 5), "expected fewer than 5 experts")
-    assert_one_line_error(headrace("simulate", trace, "--prompt", 81), "a prompt of 81 tokens, the trace has 80")
     other = write_jsonl(tmp_path / "other.jsonl", random_ids(9, LAYERS + 1, EXPERTS, TOP_K))
     assert_one_line_error(headrace("simulate", other, "--model", store), "replay a trace of a model of the same shape")
-    for option, value in [
-        ("--policies", "lru,fifo"),
-        ("--policies", ""),
-        ("--residency", ".5,0"),
-        ("--residency", "1.1"),
-        ("--residency", "x"),
-        ("--residency", "1/0"),
-        ("--window", "0"),
-        ("--recall", "2"),
-    ]:
-        done = headrace("simulate", trace, option, value)
-        assert done.returncode == 2 and done.stdout == "", (option, value, done.stderr)
-    assert headrace("bench", "tiny", "--policy", "fifo").returncode == 2
-    assert_one_line_error(headrace("bench", "tiny", "--policy", "belady"), "--replay")
+    config = open_checkpoint(store).config
+    beyond = random_ids(9, 3, config.num_experts + 1, config.num_experts_per_tok)
+    beyond[4, 0, -1] = config.num_experts
+    path = write_jsonl(tmp_path / "beyond.jsonl", beyond)
+    assert_one_line_error(headrace("simulate", path, "--model", store), "expected fewer than 16 experts")
 
 
 def test_bench_and_run_take_a_policy(store, tmp_path):

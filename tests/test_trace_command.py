@@ -10,7 +10,7 @@ from pathlib import Path
 import checkpoints
 import numpy as np
 import pytest
-from test_cli import assert_one_line_error, headrace, start
+from test_cli import assert_one_line_error, assert_wrong_usage, headrace, parsed, start
 
 from headrace.commands.model import open_model_and_text
 from headrace.experts.traces import Block, open_trace
@@ -132,7 +132,7 @@ def test_generated_tokens_are_those_of_run(text, tmp_path):
 
 def test_standard_input(tmp_path, text):
     done = headrace("trace", "tiny", "-", "-o", tmp_path / "t.trace", input=TEXT)
-    assert done.returncode == 0 and "1 sequence of tiny" in done.stdout, done.stderr
+    assert done.returncode == 0 and "1 sequence of tiny" in done.stdout and "recorded at" in done.stdout, done.stderr
     record("tiny", text, "-o", tmp_path / "file.trace")
     assert (tmp_path / "t.trace").read_bytes() == (tmp_path / "file.trace").read_bytes()
 
@@ -164,11 +164,14 @@ def test_what_cannot_be_recorded(text, tmp_path):
         ["tiny", "--report", "y"],
         ["--report", "y", "-o", "z"],
         ["--report", "y", "--memory", "1G"],
+        ["--report", "y", "--raw"],
+        ["tiny", "-", "-", "-o", "y"],
+        ["tiny", "x", "-o", "y", "-n", "20", "-c", "20"],
+        ["tiny", "x", "-o", "y", "-n", "20", "--temp", "inf"],
     ],
 )
 def test_wrong_usage_is_2(args):
-    done = headrace("trace", *args)
-    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    assert_wrong_usage(parsed("trace", *args))
 
 
 def test_ctrl_c_leaves_a_part_that_says_so(tmp_path):

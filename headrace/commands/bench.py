@@ -16,6 +16,7 @@ import numpy as np
 from headrace import _core
 from headrace.commands.model import open_model
 from headrace.commands.run import hit_rate, session_report
+from headrace.commands.words import percent, significant
 from headrace.engine import Engine, EngineOptions, largest_record_bytes
 from headrace.errors import HeadraceError
 from headrace.experts.pipeline import ABLATIONS, Pipeline, ablation, default_pipeline
@@ -85,9 +86,6 @@ def bench(
     as_json: bool,
 ) -> None:
     _core.exit_on_interrupt(True)  # nothing is written
-    if (policy.lookahead or oracle_recall is not None) and trace is None:
-        what = policy.name if policy.lookahead else "an oracle"
-        raise HeadraceError(f"{what} needs to know the future; give it with --replay TRACE")
     checkpoint = open_model(model)
     replay = open_replay(checkpoint, trace, prompt_tokens + gen_tokens) if trace is not None else None
     options = EngineOptions(
@@ -133,7 +131,7 @@ def bench(
             )
             session.close()
         # The run whose decode speed is the median stands for the counters.
-        middle = sorted(runs, key=lambda r: r["decode_tps"])[len(runs) // 2]
+        middle = sorted(runs, key=lambda r: r["decode_tps"] or 0)[len(runs) // 2]
         report = {
             **engine.report(),
             "policy": policy.name,
@@ -143,7 +141,7 @@ def bench(
             "prompt_tokens": prompt_tokens,
             "generated_tokens": gen_tokens,
             "prefill_tps": median(r["prefill_tps"] for r in runs),
-            "decode_tps": median(r["decode_tps"] for r in runs),
+            "decode_tps": median(r["decode_tps"] for r in runs) if gen_tokens else None,
             "ttft_s": median(r["ttft_s"] for r in runs),
             "replay": {"trace": replay.name, "tokens": replay.num_tokens} if replay is not None else None,
             "repeat": repeat,
@@ -155,15 +153,15 @@ def bench(
     decode = report["decode"]
     per_token = decode["expert_bytes_read"] / gen_tokens if gen_tokens else 0
     print(
-        f"{report['model']}: prefill {prompt_tokens} at {report['prefill_tps']:.1f} tokens/s"
+        f"{report['model']}: prefill {prompt_tokens} at {significant(report['prefill_tps'])} tokens/s"
         + (
-            f", decode {gen_tokens} at {report['decode_tps']:.2f} tokens/s, "
+            f", decode {gen_tokens} at {significant(report['decode_tps'])} tokens/s, "
             f"hit rate {report['decode_hit_rate']:.1%}, {format_size(int(per_token))} read a token"
             if gen_tokens
             else ""
         )
         + f" (median of {repeat}); "
         + (f"routes of {replay.name}; " if replay is not None else "")
-        + f"residency {report['residency']:.0%}, peak memory {format_size(report['peak_rss_bytes'])} "
+        + f"residency {percent(report['residency'])}, peak memory {format_size(report['peak_rss_bytes'])} "
         f"of {format_size(report['budget_bytes'])}, {report['num_threads']} threads, {report['isa']}"
     )

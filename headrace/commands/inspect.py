@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import suppress
 
 from headrace.commands.model import open_model_and_text
+from headrace.commands.words import count_of, percent
 from headrace.engine import EngineOptions, make_plan
 from headrace.errors import HeadraceError
 from headrace.sizes import format_size
@@ -81,13 +82,13 @@ def inspect(
             f"{format_size(plan.budget_bytes)}; smallest {format_size(plan.minimum_bytes)}, "
             f"everything resident {format_size(plan.resident_bytes)} (context {plan.context})",
         ),
-        ("arena", f"{format_size(plan.arena_bytes)}: {residency:.0%} of the experts resident"),
+        ("arena", f"{format_size(plan.arena_bytes)}: {percent(residency)} of the experts resident"),
         (
             "reads",
             f"about {format_size(read_bytes)} a token if routing were uniform, {read_bytes / DISK_BYTES_PER_S:.2g} s "
             "from a disk of 2 GB/s; real routing repeats experts and reads less",
         ),
-        ("passes", f"up to {plan.max_rows} rows"),
+        ("passes", f"up to {count_of(plan.max_rows, 'row')}"),
     ]
     for name, line in rows:
         print(f"{name:8} {line}")

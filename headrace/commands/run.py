@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace import _core
 from headrace.commands.model import open_model_and_text
+from headrace.commands.words import count_of, percent, significant
 from headrace.engine import Engine, EngineOptions, Figures, Session
 from headrace.errors import HeadraceError
 from headrace.experts.recorded_run import Recorder
@@ -73,7 +74,7 @@ def run(options: RunOptions) -> None:
     context = options.context or min(len(prompt_ids) + options.max_tokens, limit)
     if len(prompt_ids) > context:
         raise HeadraceError(
-            f"the prompt has {len(prompt_ids)} tokens, the context holds {context}"
+            f"the prompt has {count_of(len(prompt_ids), 'token')}, the context holds {context}"
             f" (the model's limit is {limit}); shorten the prompt" + (" or raise -c" if context < limit else "")
         )
     engine_options = EngineOptions(
@@ -129,7 +130,10 @@ def run(options: RunOptions) -> None:
             if not options.json:
                 print(f"\n{figures_line(report(), session)}, interrupted", file=sys.stderr)
                 if recorder and recorder.writer.num_tokens:
-                    print(f"{recorder.writer.partial}: the first {recorder.writer.num_tokens} tokens", file=sys.stderr)
+                    print(
+                        f"{recorder.writer.partial}: the first {count_of(recorder.writer.num_tokens, 'token')}",
+                        file=sys.stderr,
+                    )
             raise
         pieces.append(stream.finish())
         recording.close()  # the trace is whole before the run is said to be done
@@ -181,18 +185,21 @@ def session_report(session: Session) -> dict[str, Any]:
     }
 
 
-def hit_rate(figures: Figures) -> float:
-    """Share of expert uses that needed no demand read; 0 if there were none."""
+def hit_rate(figures: Figures) -> float | None:
+    """Share of expert uses that needed no demand read; None if there were none."""
     c = figures.counters
     uses = sum(c.get(k, 0) for k in ("hits", "late_hits", "loads"))
-    return (uses - c.get("loads", 0)) / uses if uses else 0.0
+    return (uses - c.get("loads", 0)) / uses if uses else None
 
 
 def figures_line(report: dict, session: Session) -> str:
     read = sum(report[p]["expert_bytes_read"] for p in ("prefill", "decode"))
+    hits = hit_rate(session.decode_figures)
+    decode = (
+        f"decode {significant(report['decode_tps'])} tokens/s, decode hit rate {hits:.1%}, " if hits is not None else ""
+    )
     return (
-        f"prefill {report['prefill_tps']:.1f} tokens/s, decode {report['decode_tps']:.1f} tokens/s, "
-        f"decode hit rate {hit_rate(session.decode_figures):.1%}, read {format_size(read)}, "
+        f"prefill {significant(report['prefill_tps'])} tokens/s, {decode}read {format_size(read)}, "
         f"peak memory {format_size(report['peak_rss_bytes'])} of {format_size(report['budget_bytes'])}, "
-        f"experts resident {report['residency']:.0%}"
+        f"experts resident {percent(report['residency'])}"
     )

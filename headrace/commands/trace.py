@@ -17,7 +17,7 @@ import numpy as np
 from headrace import _core
 from headrace.commands.model import Text, open_model_and_text
 from headrace.commands.run import PIECE_CHARS, prefill_progress, session_report
-from headrace.commands.trace_report import count_of
+from headrace.commands.words import count_of, significant
 from headrace.engine import Engine, EngineOptions, Routing
 from headrace.errors import HeadraceError
 from headrace.experts.trace_file import TraceWriter, check_destination, identify
@@ -92,7 +92,7 @@ def record(options: TraceOptions) -> None:
                 report |= _dump(engine, sequences, writer, show)
         except KeyboardInterrupt:
             if writer.num_tokens and not options.json:
-                print(f"{writer.partial}: {writer.num_tokens} tokens, interrupted", file=sys.stderr)
+                print(f"{writer.partial}: {count_of(writer.num_tokens, 'token')}, interrupted", file=sys.stderr)
             raise
         report |= engine.report()
     report["trace_bytes"] = options.output.stat().st_size
@@ -100,9 +100,10 @@ def record(options: TraceOptions) -> None:
         print(json.dumps(report))
         return
     print(
-        f"{options.output}: {report['tokens']} tokens in {count_of(len(sequences), 'sequence')} of {report['model']}, "
-        f"{len(checkpoint.experts)} layers, {config.num_experts_per_tok} of {config.num_experts} experts, "
-        f"{format_size(report['trace_bytes'])}; {report['prefill_tps']:.1f} tokens/s, "
+        f"{options.output}: {count_of(report['tokens'], 'token')} in {count_of(len(sequences), 'sequence')} of "
+        f"{report['model']}, {count_of(len(checkpoint.experts), 'layer')}, {config.num_experts_per_tok} of "
+        f"{config.num_experts} experts, {format_size(report['trace_bytes'])}; "
+        f"recorded at {significant(report['prefill_tps'])} tokens/s, "
         f"peak memory {format_size(report['peak_rss_bytes'])} of {format_size(report['budget_bytes'])}"
     )
 
@@ -125,8 +126,8 @@ def _sequences(options: TraceOptions, checkpoint: Checkpoint, text: Text) -> lis
             sequences.append(ids)
         elif options.max_tokens:
             raise HeadraceError(
-                f"{file}: {len(ids)} tokens and {options.max_tokens} to generate, the context holds {context} "
-                f"(the model's limit is {limit}); shorten the text or give a smaller -n"
+                f"{file}: {count_of(len(ids), 'token')} and {options.max_tokens} to generate, the context holds "
+                f"{context} (the model's limit is {limit}); shorten the text or give a smaller -n"
             )
         else:
             sequences += _cut(ids, context, np.array(text.tokenizer.encode(""), np.int32))

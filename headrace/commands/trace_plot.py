@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.errors import HeadraceError
+from headrace.commands.words import count_of
+from headrace.errors import HeadraceError, UsageError
 from headrace.experts.reuse import Reuse
 
 
@@ -19,22 +20,27 @@ def check_plot(path: Path) -> None:
         raise HeadraceError("plots need Matplotlib: pip install matplotlib") from None
     kinds = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix[1:].lower() not in kinds:
-        raise HeadraceError(f"{path}: a plot's name ends in one of .{', .'.join(sorted(kinds))}")
+        raise UsageError("--plot", f"expected a name that ends in one of .{', .'.join(sorted(kinds))}, found '{path}'")
     if not path.absolute().parent.is_dir():
         raise HeadraceError(f"{path.absolute().parent}: no such directory to write the plot in; make it first")
 
 
 def plot_reuse(r: Reuse, title: str, path: Path) -> None:
+    if not len(r.n):
+        raise HeadraceError(f"{title}: no two tokens of a sequence in a row, so nothing to plot; record a longer text")
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(10, 8), layout="constrained")
-    figure.suptitle(f"{title}: {r.num_tokens} tokens, {r.num_layers} layers, {r.top_k} of {r.num_experts} experts")
+    figure.suptitle(
+        f"{title}: {count_of(r.num_tokens, 'token')}, {count_of(r.num_layers, 'layer')}, "
+        f"{r.top_k} of {r.num_experts} experts"
+    )
     (reuse, union), (working, shares) = figure.subplots(2, 2)
 
     reuse.plot(r.n, r.rho, color="0.8", linewidth=0.8)
     reuse.plot(r.n, r.mean, marker="o", label="layer mean")
-    if r.mean_low is not None:
+    if not np.isnan(r.mean_low).all():
         reuse.fill_between(r.n, r.mean_low, r.mean_high, alpha=0.3, label="95 % interval")
     reuse.plot(r.n, r.uniform, linestyle=":", color="black", label="uniform routing")
     reuse.set(xlabel="consecutive tokens n", ylabel="reuse ρ(n)", ylim=(0, 1))

@@ -7,7 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from headrace.experts.reuse import Reuse, measure_reuse
+import numpy as np
+
+from headrace.commands.words import count_of
+from headrace.experts.reuse import MIN_PIECES, Reuse, measure_reuse
 from headrace.experts.traces import Trace, open_trace
 
 
@@ -29,8 +32,8 @@ def report_trace(path: Path, plot: Path | None, partial: bool, as_json: bool) ->
 def as_dict(trace: Trace, r: Reuse) -> dict[str, Any]:
     """windows: by length n, layer means and each layer's. Intervals are null where there is too little to resample."""
 
-    def interval(low: Any, high: Any, *at: int) -> list[float] | None:
-        return None if low is None else [float(low[at]), float(high[at])]
+    def interval(low: np.ndarray, high: np.ndarray, *at: int) -> list[float] | None:
+        return None if np.isnan(low[at]) else [float(low[at]), float(high[at])]
 
     return {
         "trace": str(trace.path),
@@ -83,12 +86,19 @@ def _lines(trace: Trace, r: Reuse) -> list[str]:
     model = f" of {trace.model.name} ({trace.model.architecture}, {trace.model.fingerprint})" if trace.model else ""
     known = "" if trace.num_experts else " (the highest id says)"
     lines = [
-        f"{trace.path}: {r.num_tokens} tokens in {count_of(r.num_sequences, 'sequence')}{model}, "
-        f"{r.num_layers} layers, {r.top_k} of {r.num_experts} experts{known}",
+        f"{trace.path}: {count_of(r.num_tokens, 'token')} in {count_of(r.num_sequences, 'sequence')}{model}, "
+        f"{count_of(r.num_layers, 'layer')}, {r.top_k} of {r.num_experts} experts{known}",
         "",
-        f"reuse and unions of n consecutive tokens, layer means; 95 % intervals from {r.resampled}",
-        f"{'n':>3} {'reuse':>7} {'interval':>15} {'uniform':>8} {'union':>7} {'share':>6}",
     ]
+    if d["windows"]:
+        too_few = any(w["reuse_interval"] is None for w in d["windows"])
+        lines.append(
+            f"reuse and unions of n consecutive tokens, layer means; 95 % intervals from {r.resampled}"
+            + (f", none from fewer than {MIN_PIECES}" if too_few else "")
+        )
+        lines.append(f"{'n':>3} {'reuse':>7} {'interval':>15} {'uniform':>8} {'union':>7} {'share':>6}")
+    else:
+        lines.append("no two tokens of a sequence in a row, so nothing about reuse")
     for w in d["windows"]:
         lines.append(
             f"{w['n']:>3} {w['reuse']:>7.3f} {_interval(w['reuse_interval']):>15} {w['uniform_reuse']:>8.3f} "
@@ -114,10 +124,6 @@ def _lines(trace: Trace, r: Reuse) -> list[str]:
             + f"{expert['entropy_bits']:>8.2f} {str(top) + ': ' + format(expert['shares'][top], '.1%'):>16}"
         )
     return lines
-
-
-def count_of(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def _interval(ends: list[float] | None) -> str:

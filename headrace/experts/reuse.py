@@ -10,6 +10,7 @@ S(l, t) is the set of m = top_k experts of layer l and token t; a window is n co
 
 Intervals are 95 % percentile intervals of 2,000 bootstrap resamples: of sequences, where there are at least 20, as the
 paper resamples documents; else of pieces of 16 or more consecutive windows, whose neighbours depend on each other.
+Where fewer than 5 of these hold a window of n tokens, they do not tell how uncertain rho(n) is: it has no interval.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.errors import HeadraceError
+from headrace.experts.simulate import read_shape
 from headrace.experts.traces import Trace
 
 MAX_WINDOW = 9  # tokens; a verification pass of 8 drafts
 RESAMPLES = 2000
 MIN_SEQUENCES = 20
+MIN_PIECES = 5
 PIECE_TOKENS = 16
 MAX_PIECES = 1024
 MAX_USES = 1 << 24  # tokens * layers * experts that are looked at together
@@ -34,9 +37,10 @@ _SEED = 0
 class Reuse:
     """All arrays are float64. Windows longer than every sequence are left out.
 
-    n: [k] window lengths from 2. rho, union: [k, layers]; rho_low, rho_high: [k, layers], or None where there is too
-    little to resample. mean_low, mean_high: [k], of the layer mean. shares: [layers, experts], of a layer's routes.
-    working_sets: {tokens: (windows, mean distinct experts [layers])} of windows side by side, lengths powers of two.
+    n: [k] window lengths from 2. rho, union: [k, layers]; rho_low, rho_high: [k, layers], NaN where there is too little
+    to resample; mean_low, mean_high: [k], of the layer mean. resampled: what was. shares: [layers, experts], of a
+    layer's routes. working_sets: {tokens: (windows, mean distinct experts [layers])} of windows side by side, of
+    lengths that are powers of two.
     """
 
     num_tokens: int
@@ -46,10 +50,10 @@ class Reuse:
     top_k: int
     n: np.ndarray
     rho: np.ndarray
-    rho_low: np.ndarray | None
-    rho_high: np.ndarray | None
-    mean_low: np.ndarray | None
-    mean_high: np.ndarray | None
+    rho_low: np.ndarray
+    rho_high: np.ndarray
+    mean_low: np.ndarray
+    mean_high: np.ndarray
     union: np.ndarray
     shares: np.ndarray
     working_sets: dict[int, tuple[int, np.ndarray]]
@@ -78,8 +82,8 @@ class Reuse:
 
 
 def measure_reuse(trace: Trace, num_experts: int | None = None) -> Reuse:
-    """Reads a whole trace. num_experts: for a trace that does not say; None: its highest id and one."""
-    num_experts = trace.num_experts or num_experts or _highest_id(trace) + 1
+    """Reads a whole trace. num_experts: for a trace that does not say; None: as read_shape() finds it."""
+    num_experts = trace.num_experts or num_experts or read_shape(trace).num_experts[0]
     counter = _Counter(trace.num_layers, num_experts, trace.top_k)
     step = max(1, MAX_USES // (trace.num_layers * num_experts))
     for block in trace.blocks(values=False):
@@ -88,10 +92,6 @@ def measure_reuse(trace: Trace, num_experts: int | None = None) -> Reuse:
     if not counter.num_tokens:
         raise HeadraceError(f"{trace.path}: holds no tokens; record it again")
     return counter.result()
-
-
-def _highest_id(trace: Trace) -> int:
-    return max((int(block.ids.max()) for block in trace.blocks(values=False)), default=0)
 
 
 class _Pieces:
@@ -261,21 +261,26 @@ class _Counter:
         )
 
 
-def _intervals(hits: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray | None, ...]:
-    """Of hits [pieces, k, layers] over windows [pieces, k, 1]: low and high per layer, then of the layer mean."""
+def _intervals(hits: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Of hits [pieces, k, layers] over windows [pieces, k, 1]: low and high per layer, then of the layer mean. NaN for
+    lengths of which fewer than MIN_PIECES have a window."""
     num_pieces, k, num_layers = hits.shape
-    if num_pieces < 2 or not k:
-        return None, None, None, None
+    kept = (windows[..., 0] > 0).sum(axis=0) >= MIN_PIECES
+    low, high = np.full((2, k, num_layers), np.nan)
+    mean_low, mean_high = np.full((2, k), np.nan)
+    if not kept.any():
+        return low, high, mean_low, mean_high
     rng = np.random.default_rng(_SEED)
-    flat_hits, flat_windows = hits.reshape(num_pieces, -1), windows.reshape(num_pieces, -1).astype(np.float64)
+    flat_hits = hits[:, kept].reshape(num_pieces, -1)
+    flat_windows = windows[:, kept, 0].astype(np.float64)
     even = np.full(num_pieces, 1 / num_pieces)
-    resampled = np.empty((RESAMPLES, k, num_layers))
+    resampled = np.empty((RESAMPLES, flat_windows.shape[1], num_layers))
     for begin in range(0, RESAMPLES, 100):
         weights = rng.multinomial(num_pieces, even, size=100).astype(np.float64)
-        total = (weights @ flat_windows).reshape(100, k, 1)
+        total = (weights @ flat_windows)[..., None]
         # A resample may by chance hold no window of a length: it says nothing about it.
         with np.errstate(invalid="ignore"):
-            resampled[begin : begin + 100] = (weights @ flat_hits).reshape(100, k, num_layers) / total
-    low, high = np.nanpercentile(resampled, (2.5, 97.5), axis=0)
-    mean_low, mean_high = np.nanpercentile(resampled.mean(axis=2), (2.5, 97.5), axis=0)
+            resampled[begin : begin + 100] = (weights @ flat_hits).reshape(*total.shape[:2], num_layers) / total
+    low[kept], high[kept] = np.nanpercentile(resampled, (2.5, 97.5), axis=0)
+    mean_low[kept], mean_high[kept] = np.nanpercentile(resampled.mean(axis=2), (2.5, 97.5), axis=0)
     return low, high, mean_low, mean_high

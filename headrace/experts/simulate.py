@@ -35,14 +35,19 @@ class Policy:
     lookahead: int = 0
 
 
-def parse_policy(name: str) -> Policy:
-    """One of POLICIES, or belady-c for any c. HeadraceError for anything else."""
+def parse_policy(name: str, oracles: bool = True) -> Policy:
+    """One of POLICIES, or belady-c for another c. oracles: whether the future can be known. HeadraceError for anything
+    else."""
     match = _BELADY.fullmatch(name)
-    if match:
+    if match and oracles:
         return Policy(name, "belady", int(match[1]) if match[1] else BELADY_LOOKAHEAD)
-    if name in _core.policy_names():
+    if name in _core.policy_names() and not match:
         return Policy(name, name)
-    raise HeadraceError(f"cache policy {name!r}: expected one of {', '.join(POLICIES)}, or belady-c for c passes")
+    names = [known for known in POLICIES if oracles or not _BELADY.fullmatch(known)]
+    hint = ", or belady-c for c of 1 to 999999 passes" if oracles else ""
+    if match:
+        hint = "; an oracle needs a recorded future: `headrace bench MODEL --replay TRACE --policy belady`"
+    raise HeadraceError(f"cache policy {name!r}: expected one of {', '.join(names)}{hint}")
 
 
 @dataclass(frozen=True)
@@ -91,16 +96,19 @@ class Simulation:
 
 
 def read_shape(trace: Trace, num_experts: int | None = None) -> Shape:
-    """From the trace's header, or where that does not say (JSONL), from reading it once."""
+    """From the trace's header, or where that does not say (JSONL), from reading it once: then the highest id is the
+    last expert's, unless the caller knows their number. HeadraceError for a trace without tokens."""
     experts, num_tokens = num_experts or trace.num_experts, trace.num_tokens
     if experts is None or num_tokens is None:
         largest, num_tokens = -1, 0
         for block in trace.blocks(values=False):
             num_tokens += len(block.ids)
-            largest = max(largest, int(block.ids.max(initial=0)))
+            largest = max(largest, int(block.ids.max()))
         experts = experts or largest + 1
         if largest >= experts:
             raise HeadraceError(f"{trace.path}: has a route to expert {largest}, expected fewer than {experts} experts")
+    if not num_tokens:
+        raise HeadraceError(f"{trace.path}: holds no tokens; record it again")
     return Shape((experts,) * trace.num_layers, None, trace.top_k, num_tokens)
 
 
@@ -179,7 +187,7 @@ def _bound(simulator: _core.Simulator, shape: Shape) -> dict[str, float]:
     best, demand = simulator.bounds
 
     def tps(seconds: float) -> float:
-        return shape.num_tokens / seconds if seconds else 0.0
+        return shape.num_tokens / seconds  # loading the first pass takes some
 
     loose_s = max(best.compute_seconds, best.link_seconds)
     return {"bound_tps": tps(best.seconds), "demand_tps": tps(demand.seconds), "loose_tps": tps(loose_s)}

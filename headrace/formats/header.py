@@ -15,13 +15,23 @@ from headrace.errors import HeadraceError
 _BUFFER_BYTES = 1 << 20
 
 
+def _kind(mode: int) -> str:
+    """What stands in the place of a file, and what to do."""
+    if stat.S_ISDIR(mode):
+        return "a directory; give a file in it"
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+        return "a pipe; write what comes out of it to a file and give that"
+    return "a device; give a file"
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[int, int]]:
     """(file descriptor, size in bytes) of a regular file, closed at the end of the with block."""
     try:
         # A FIFO would block in open, a device has no size.
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise HeadraceError(f"{path}: expected a regular file, found something else")
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):
+            raise HeadraceError(f"{path}: expected a regular file, found {_kind(mode)}")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise HeadraceError(f"{path}: no such file") from None
