@@ -172,10 +172,11 @@ class _Room:
 
 
 class Scorer:
-    """Runs items through an engine that was loaded with scoring_options(). figures: what it did so far."""
+    """Runs items through an engine that was loaded with scoring_options(). prefill_figures, num_passes: what it did so far."""
 
     def __init__(self, engine: Engine):
-        self.engine, self.figures, self.num_passes = engine, Figures(), 0
+        self.engine, self.num_passes = engine, 0
+        self.prefill_figures, self.decode_figures = Figures(), Figures()  # as a Session has them; it decodes nothing
 
     def run(self, items: Iterable[Item], progress: Callable[[int], None] | None = None) -> Iterator[list[np.ndarray]]:
         """Of each item in turn, for each of its sequences: float32 log-probabilities of the targets that it asks for.
@@ -201,7 +202,7 @@ class Scorer:
                     f"{room.positions}; load it with scoring_options() for what it is to score"
                 )
             if progress is not None:
-                progress(self.figures.tokens)
+                progress(self.prefill_figures.tokens)
             self._pass(parts)
             for done, n in parts:
                 done.rows_done += n
@@ -213,7 +214,7 @@ class Scorer:
                     yield results
                     results = []
         if progress is not None:
-            progress(self.figures.tokens)
+            progress(self.prefill_figures.tokens)
 
     def _start(self, job: _Job, room: _Room) -> bool:
         """Gives the job its state, if it has none; False if there is no place for it now."""
@@ -223,6 +224,7 @@ class Scorer:
         if place is None:
             return False
         base = job.base.state if job.base is not None else None
+        assert self.engine._room is not None  # a place was found in it
         job.first = place
         job.state = _core.SessionState.part(
             self.engine._room, place, job.sequence.positions, base, job.sequence.base_rows
@@ -259,9 +261,9 @@ class Scorer:
             engine.run_pass(
                 np.concatenate(tokens),
                 np.concatenate(sequences),
-                [job.state for job, _ in parts],
+                [job.state for job, _ in parts if job.state is not None],  # all have been started
                 np.concatenate(out_rows),
-                self.figures,
+                self.prefill_figures,
                 targets=np.concatenate(targets),
                 log_probs=log_probs,
             )

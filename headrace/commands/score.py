@@ -17,7 +17,7 @@ from headrace import _core
 from headrace.commands.model import open_model_and_text
 from headrace.commands.run import figures_line, prefill_progress, session_report
 from headrace.commands.trace_report import count_of
-from headrace.engine import Engine, EngineOptions, Figures
+from headrace.engine import Engine, EngineOptions
 from headrace.errors import HeadraceError
 from headrace.models.fields import shown
 from headrace.score import Item, Scorer, choice_item, scoring_options, text_item
@@ -79,14 +79,6 @@ class _Question:
         return sum(map(len, self.wholes))
 
 
-@dataclass
-class _Phases:
-    """What reports want of a session."""
-
-    prefill_figures: Figures
-    decode_figures: Figures
-
-
 def score(options: ScoreOptions) -> None:
     _core.exit_on_interrupt(True)  # nothing is written, and tokenizing cannot be polled
     checkpoint, text = open_model_and_text(options.model)
@@ -118,10 +110,9 @@ def score(options: ScoreOptions) -> None:
                 if show:
                     print("\r\033[K", end="", file=sys.stderr, flush=True)
                 _print(result, text.tokenizer)
-        phases = _Phases(scorer.figures, Figures())
         report = {
             **engine.report(),
-            **session_report(phases),
+            **session_report(scorer),
             "prompt_tokens": sum(r.num_tokens for r in records),
             "generated_tokens": 0,
             "ttft_s": ttft_s,
@@ -129,7 +120,7 @@ def score(options: ScoreOptions) -> None:
             "stride": options.stride,
             **(_accuracy(results) if options.choices else _overall(results)),
         }
-        line = figures_line(report, phases)
+        line = figures_line(report, scorer)
     if options.json:  # now that the arena is gone: results may be large
         print(json.dumps({**report, "questions" if options.choices else "texts": results}))
         return
