@@ -102,19 +102,24 @@ def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 def scoring_options(checkpoint: Checkpoint, items: list[Item], options: EngineOptions) -> EngineOptions:
     """`options` with memory for scoring the items and no sessions.
 
-    Keys and values take at least what the largest item needs with one of its choices at a time, and otherwise no more
-    than an eighth of the arena (plan.py, MAX_SCRATCH_SHARE), which is better spent on experts."""
+    A pass reads every expert that is not resident, and a file takes rows over rows-a-pass passes: so what serves for
+    more rows saves more than what keeps experts, until half of the arena is gone. Where all experts are resident, they
+    stay so. It is at least what the largest item needs with one choice at a time."""
     least = max(s.positions + _largest_continuation(item, s) for item in items for s in item)
     rows = sum(s.num_rows for item in items for s in item)
     wanted = max(least, sum(s.positions for item in items for s in item))
-    options = replace(options, sessions=0, scoring_positions=least, prompt_rows=min(rows, wanted))
-    if wanted == least:
-        return options
-    plan = make_plan(checkpoint, options)
-    position_bytes = plan.state_bytes / least
-    affordable = int(plan.arena_bytes * MAX_SCRATCH_SHARE / position_bytes)
-    full_passes = least + math.ceil(wanted / rows * plan.max_rows)
-    return replace(options, scoring_positions=max(least, min(wanted, affordable, full_passes)) // TILE * TILE)
+    options = replace(options, sessions=0, scoring_positions=least, prompt_rows=rows)
+    if wanted > least:
+        plan = make_plan(checkpoint, options)
+        spare_bytes = plan.arena_bytes // 2
+        if plan.arena_bytes == plan.expert_bytes:
+            free_bytes = plan.budget_bytes - plan.other_bytes - plan.expert_bytes
+            spare_bytes = max(free_bytes, int(plan.arena_bytes * MAX_SCRATCH_SHARE))
+        positions = min(wanted, least + spare_bytes * least // plan.state_bytes // TILE * TILE)
+        max_rows = make_plan(checkpoint, replace(options, scoring_positions=positions)).max_rows
+        for_rows = least + math.ceil(wanted / rows * max_rows / TILE) * TILE  # more would lie idle
+        options = replace(options, scoring_positions=min(positions, for_rows))
+    return replace(options, prompt_rows=min(rows, options.scoring_positions))
 
 
 def _largest_continuation(item: Item, base: Sequence) -> int:
@@ -172,7 +177,9 @@ class _Room:
 
 
 class Scorer:
-    """Runs items through an engine that was loaded with scoring_options(). prefill_figures, num_passes: what it did so far."""
+    """Runs items through an engine that was loaded with scoring_options().
+
+    prefill_figures, num_passes: what it did so far."""
 
     def __init__(self, engine: Engine):
         self.engine, self.num_passes = engine, 0
