@@ -325,6 +325,14 @@ class SessionState:
     def bytes(program: Program, capacity: int, kv_dtype: int = 1) -> int:
         """Bytes that such a state commits."""
 
+    @staticmethod
+    def part(
+        room: SessionState, first: int, rows: int, base: SessionState | None = None, base_length: int = 0
+    ) -> SessionState:
+        """
+        A state in `rows` positions of another's memory, from `first` on (multiples of 16). With a base it continues that state's first base_length positions, and its rows also hold what of them is no whole block of 64.
+        """
+
     @property
     def capacity(self) -> int:
         """Positions that it has room for."""
@@ -363,7 +371,7 @@ class Executor:
         sequences: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)],
         states: Sequence[SessionState],
         out_rows: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        logits: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
+        logits: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")] | None,
         cancel: CancelFlag | None = None,
         routes: Annotated[NDArray[numpy.int32], dict(shape=(None, None, None), order="C", device="cpu", writable=False)]
         | None = None,
@@ -374,9 +382,12 @@ class Executor:
         | None = None,
         per_slot: bool = False,
         stream: tuple[int, int, int, bool, bool] | None = None,
+        targets: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)]
+        | None = None,
+        log_probs: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")] | None = None,
     ) -> None:
         """
-        One pass over n rows. tokens: int32 [n]; sequences: uint32 [n], indices into states, each sequence's rows in order; out_rows: uint32 [m], ascending; logits: float32 [m, vocab], filled. On success the states have grown; on an exception none has. routes: int32 [layers, n, top_k], ascending expert ids that replace the routers' choice, each with weight scaling / top_k. ids, weights, scores: int32, float32, float32 [layers, n, top_k], filled with the routes that were used and the routers' logits of them. stream: (group size, queue depth, banks, reads early, first pass of its prompt) of a streamed pass. HeadraceError("cancelled") if `cancel` was set; a signal handler's exception (KeyboardInterrupt) is raised within some 50 ms.
+        One pass over n rows. tokens: int32 [n]; sequences: uint32 [n], indices into states, each sequence's rows in order; out_rows: uint32 [m], ascending; logits: float32 [m, vocab], filled. On success the states have grown; on an exception none has. routes: int32 [layers, n, top_k], ascending expert ids that replace the routers' choice, each with weight scaling / top_k. ids, weights, scores: int32, float32, float32 [layers, n, top_k], filled with the routes that were used and the routers' logits of them. targets: int32 [m], and no logits: log_probs, float32 [m], is filled with the log-probability of each after its row. HeadraceError("cancelled") if `cancel` was set; a signal handler's exception (KeyboardInterrupt) is raised within some 50 ms.
         """
 
     @property

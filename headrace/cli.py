@@ -402,6 +402,70 @@ def bench_command(
     bench(model, prompt, gen, repeat, _memory_bytes(memory), threads, seed, replay, known, how, oracle_recall, json)
 
 
+@command("score")
+def score_command(
+    model: Model,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            readable=False,
+            show_default=False,
+            help='A text, or, named *.jsonl, an object a line: {"text": ...}. With --choices, an object a line: '
+            '{"prompt": ..., "choices": [..., ...], "answer": ...}, the answer a choice or its number from 0 and '
+            "not needed. - is standard input.",
+        ),
+    ],
+    choices: Annotated[
+        bool, typer.Option("--choices", help="Score each line's choices as continuations of its prompt, and compare.")
+    ] = False,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            "--stride",
+            min=1,
+            metavar="S",
+            help="Score a text longer than the context in windows, each S tokens further; every token once.",
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "-c", "--context", min=1, help="Positions. Default: the longest text's, at most the model's limit."
+        ),
+    ] = None,
+    memory: Memory = None,
+    threads: Threads = None,
+    token_log_probs: Annotated[
+        bool, typer.Option("--token-log-probs", help="Report each token's log-probability too.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Log-likelihood and perplexity of texts, or of choices after a prompt; prefill only.
+
+    Natural logarithms. A text's first token has no probability, unless the tokenizer puts a BOS before every text.
+    Prompt and choice are tokenized together, and the choice begins where the prompt's own tokens end.
+    """
+    if choices and stride is not None:
+        raise typer.BadParameter(
+            "goes without --choices: prompt and choice must fit the context", param_hint="--stride"
+        )
+    from headrace.commands.score import ScoreOptions, score
+
+    score(
+        ScoreOptions(
+            model=model,
+            file=file,
+            choices=choices,
+            stride=stride,
+            context=context,
+            memory_bytes=_memory_bytes(memory),
+            num_threads=threads,
+            token_log_probs=token_log_probs,
+            json=json,
+        )
+    )
+
+
 def _list(text: str, parse: Callable[[str], T], option: str) -> list[T]:
     """What stands between commas, each once."""
     found = [_parsed(part.strip(), parse, option) for part in text.split(",")]

@@ -80,13 +80,15 @@ class Figures:
 @dataclass(frozen=True)
 class EngineOptions:
     """memory_bytes: the budget of the whole process (None: DESIGN.md's default). context: positions a session
-    can hold. prompt_rows: the longest prompt expected. sessions: how many will be open at a time."""
+    can hold. prompt_rows: the longest prompt expected. sessions: how many will be open at a time.
+    scoring_positions: keys and values of texts that a Scorer (score.py) runs, of all at a time."""
 
     context: int
     memory_bytes: int | None = None
     num_threads: int | None = None
     prompt_rows: int = 512
     sessions: int = 1
+    scoring_positions: int = 0
     kv_dtype: DType = DType.F16
     max_out_rows: int = 1
     max_rows: int | None = None  # overrides the plan's choice; for comparisons
@@ -145,6 +147,7 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
     graph = _graph_for(checkpoint, 1, options)
     program = _core.Program(compile_graph(graph, 1).data)
     num_threads = options.num_threads or machine.num_cpus()
+    positions = options.scoring_positions
 
     def scratch_bytes(rows: int) -> int:
         out_rows = min(rows, options.max_out_rows)
@@ -154,7 +157,8 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
 
     needs = Needs(
         trunk_bytes=_core.Weights.resident_bytes(program),
-        state_bytes=options.sessions * _core.SessionState.bytes(program, options.context, int(options.kv_dtype)),
+        state_bytes=options.sessions * _core.SessionState.bytes(program, options.context, int(options.kv_dtype))
+        + (_core.SessionState.bytes(program, positions, int(options.kv_dtype)) if positions else 0),
         overhead_bytes=_core.ExpertMemory.overhead_bytes(source, _loader_threads(options), options.policy)
         + _core.Executor.overhead_bytes(program, num_threads),
         logits_bytes=(4 * options.max_out_rows * options.sessions + LOGITS_BYTES_PER_ENTRY) * config.vocab_size,
@@ -177,7 +181,8 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
         readings,
         budget_bytes=options.memory_bytes,
         context=options.context,
-        prompt_rows=options.max_rows or min(options.prompt_rows, options.context),
+        prompt_rows=options.max_rows
+        or (options.prompt_rows if positions else min(options.prompt_rows, options.context)),
     )
 
 
@@ -221,6 +226,9 @@ class Engine:
         self._free_states = [
             _core.SessionState(self._program, options.context, int(options.kv_dtype)) for _ in range(options.sessions)
         ]
+        self._room: _core.SessionState | None = None  # of a Scorer
+        if options.scoring_positions:
+            self._room = _core.SessionState(self._program, options.scoring_positions, int(options.kv_dtype))
         self.hot_routes = options.prompt_rows * self.config.num_experts_per_tok  # what prefill-hot counts of a layer
         self._smallest_arena = _largest_record_bytes(checkpoint, source)
         self.experts = _core.ExpertMemory(
@@ -295,6 +303,52 @@ class Engine:
             lower = self.experts.arena_bytes - over - DRIFT_MARGIN_BYTES
             self.experts.resize(max(self._smallest_arena, lower))
 
+    def run_pass(
+        self,
+        tokens: np.ndarray,
+        sequences: np.ndarray,
+        states: list[_core.SessionState],
+        out_rows: np.ndarray,
+        figures: Figures,
+        *,
+        logits: np.ndarray | None = None,
+        targets: np.ndarray | None = None,
+        log_probs: np.ndarray | None = None,
+        routes: np.ndarray | None = None,
+        routing: tuple[np.ndarray, ...] | None = None,
+        per_slot: bool = False,
+        stream: bool | None = None,
+    ) -> None:
+        """One pass, counted in `figures`; the caller holds the lock, having checked that the engine is open. Arrays as
+        _core.Executor.run takes them.
+
+        Fills logits [len(out_rows), vocab_size], or log_probs [len(out_rows)] with those of targets, and `routing`
+        (ids, weights, scores), if given. stream: the pass is a prompt's, and whether its first; None: it is none."""
+        self._before_pass()
+        ids, weights, scores = routing or (None, None, None)
+        before, start = self.counters(), time.perf_counter()
+        self._executor.run(
+            tokens,
+            sequences,
+            states,
+            out_rows,
+            logits,
+            routes=routes,
+            ids=ids,
+            weights=weights,
+            scores=scores,
+            per_slot=per_slot,
+            stream=None if stream is None else self.pipeline.settings(stream),
+            targets=targets,
+            log_probs=log_probs,
+        )
+        figures.add(len(tokens), time.perf_counter() - start, before, self.counters())
+        if log_probs is not None and not np.isfinite(log_probs).all():
+            raise HeadraceError(
+                f"{self.checkpoint.path}: a logit is NaN or infinite, so a token has no probability; "
+                "the weights may be damaged, or too large for float16 keys and values"
+            )
+
     # ---- sessions
 
     def session(self, *, replay: Replay | None = None, observe: Callable[[Routing], None] | None = None) -> Session:
@@ -328,6 +382,7 @@ class Engine:
             for name in ("_executor", "experts", "_weights", "_routing_buffers"):
                 self.__dict__.pop(name, None)
             self._free_states = []
+            self._room = None
 
     def __enter__(self) -> Engine:
         return self
@@ -421,6 +476,28 @@ class Session:
                 self._pass(chunk, list(range(len(chunk))), logits[i : i + rows], self.decode_figures)
         return logits
 
+    def score(self, tokens: list[int]) -> np.ndarray:
+        """Log-probabilities of tokens[1:], each after all before it: float32 [len(tokens) - 1], in passes of at most
+        max_rows rows, all or none. The session grows by all but the last token, with which another call goes on.
+        For many texts, or texts with choices: score.py."""
+        if len(tokens) < 2:
+            raise HeadraceError(f"a text of {len(tokens)} tokens: give at least two, the first has no probability")
+        self._check(tokens[:-1])
+        rows, log_probs = self.engine.max_rows, np.empty(len(tokens) - 1, np.float32)
+        with self._all_or_nothing():
+            for i in range(0, len(log_probs), rows):
+                part = log_probs[i : i + rows]
+                self._pass(
+                    tokens[i : i + len(part)],
+                    list(range(len(part))),
+                    None,
+                    self.prefill_figures,
+                    np.array(tokens[i + 1 : i + 1 + len(part)], np.int32),
+                    part,
+                    stream=(i == 0),
+                )
+        return log_probs
+
     def close(self) -> None:
         with self.engine._lock:
             if not self._closed:
@@ -459,36 +536,35 @@ class Session:
         self,
         tokens: list[int],
         out_rows: list[int],
-        logits: np.ndarray,
+        logits: np.ndarray | None,
         figures: Figures,
+        targets: np.ndarray | None = None,
+        log_probs: np.ndarray | None = None,
         stream: bool | None = None,
     ) -> None:
-        """One pass; logits [len(out_rows), vocab_size] is filled. stream: it is a prompt's, and whether its first."""
+        """One pass; fills logits [len(out_rows), vocab_size], or log_probs [len(out_rows)] with those of targets.
+        stream: it is a prompt's, and whether its first."""
         engine = self.engine
         first = self._state.length
         routes = self._replay.rows(first, len(tokens)) if self._replay is not None else None
         with engine._lock:
             engine.check_open()
-            engine._before_pass()
             shape = _routing_shape(engine.checkpoint, len(tokens))
             kept = [b[: math.prod(shape)].reshape(shape) for b in engine._routing_buffers if self._observe]
-            ids, weights, scores = kept or (None, None, None)
-            before, start = engine.counters(), time.perf_counter()
-            engine._executor.run(
+            engine.run_pass(
                 np.asarray(tokens, np.int32),
                 np.zeros(len(tokens), np.uint32),
                 [self._state],
                 np.asarray(out_rows, np.uint32),
-                logits,
-                None,
-                routes,
-                ids,
-                weights,
-                scores,
-                self.per_slot,
-                None if stream is None else engine.pipeline.settings(stream),
+                figures,
+                logits=logits,
+                targets=targets,
+                log_probs=log_probs,
+                routes=routes,
+                routing=tuple(kept) or None,
+                per_slot=self.per_slot,
+                stream=stream,
             )
-            figures.add(len(tokens), time.perf_counter() - start, before, engine.counters())
             if self._observe is not None:
                 self._observe(Routing(tokens, first, out_rows, *kept))
 

@@ -64,6 +64,7 @@ class Graph:
     weights: list[Weight] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
     logits: Value | None = None
+    log_probs: Value | None = None  # None: a graph without `output`, which gives logits only
     _quantized: dict[int, Value] = field(default_factory=dict)
 
     # ---- declarations
@@ -127,6 +128,10 @@ class Graph:
 
     def select_rows(self, x: Value) -> Value:
         return self._add("select_rows", (x,))[0]
+
+    def output(self, x: Value, weight: Weight) -> None:
+        """The end of a model: sets logits and log_probs."""
+        self.logits, self.log_probs = self._add("output", (self._as_input(x, weight.dtype),), (weight,))
 
     # ---- private
 

@@ -3,9 +3,10 @@
 Each op names its inputs (values), weights, states, attributes and outputs, and gives the shape of its outputs.
 `python -m headrace.ops` prints csrc/executor/op_table.h from this table; a test keeps the two equal.
 
-A value is a table of rows. Its extent says how many: ROWS, one per row of the pass, or OUT_ROWS, one per row
-whose logits were asked for. Its kind says what a row holds: `width` float32, `width` int32, or `width` numbers
-quantized to int8 in blocks of 32 (csrc/kernels/dtype.h, q8_row_bytes). BYTES is an op's workspace.
+A value is a table of rows. Its extent says how many: ROWS, one per row of the pass; OUT_ROWS, one per row of which
+something was asked for; LOGIT_ROWS, the same where that is logits, none where it is the probability of a target. Its
+kind says what a row holds: `width` float32, `width` int32, or `width` numbers quantized to int8 in blocks of 32
+(csrc/kernels/dtype.h, q8_row_bytes). BYTES is an op's workspace.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Extent(IntEnum):
     ROWS = 0
     OUT_ROWS = 1
     NONE = 2  # workspace: `width` bytes in all
+    LOGIT_ROWS = 3
 
 
 def q8_row_bytes(width: int) -> int:
@@ -135,7 +137,7 @@ OPS: dict[str, Op] = {
         {"layer": int, "num_experts": int, "moe_intermediate_size": int, "route_capacity": int},
         _experts_shape,
     ),
-    # Keeps the rows whose logits were asked for.
+    # Keeps the rows of which something was asked for.
     "select_rows": Op(
         10,
         ("x",),
@@ -143,6 +145,16 @@ OPS: dict[str, Op] = {
         ("y",),
         {},
         lambda i, w, a: [Shape(i[0].kind, i[0].width, Extent.OUT_ROWS)],
+    ),
+    # The model's end: W x as logits, or, in a pass that brings a target token for each row, log softmax(W x)[target];
+    # then no row's logits exist whole.
+    "output": Op(
+        11,
+        ("x",),
+        ("weight",),
+        ("logits", "log_probs"),
+        {},
+        lambda i, w, a: [Shape(Kind.F32, w[0][0], Extent.LOGIT_ROWS), Shape(Kind.F32, 1, Extent.OUT_ROWS)],
     ),
 }
 

@@ -4,7 +4,7 @@ Buffers are planned once, by liveness, for the largest pass: a value's memory is
 reader is done. The bytes are little-endian and hold no pointers, so the core's tests replay them from a file.
 
     header   magic "HRPROG1\\0", then u32: num_values, num_weights, num_states, num_ops, max_rows, max_out_rows,
-             logits value, 0; then u64: scratch bytes
+             logits value, log_probs value (2^32 - 1: none); then u64: scratch bytes
     values   u32 kind, u32 extent, u64 width, u64 offset in scratch (a multiple of 64)
     weights  u32 role (0 table, 1 matrix, 2 vector), u32 dtype, u32 rows, u32 cols
     states   u32 kind, u32 num_heads, u32 head_dim, u32 0
@@ -23,6 +23,7 @@ from headrace.ops import OPS, STATES, Extent, row_bytes
 MAGIC = b"HRPROG1\0"
 ALIGN = 64
 ROLES = {"table": 0, "matrix": 1, "vector": 2}
+NO_VALUE = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def value_bytes(value: Value, max_rows: int, max_out_rows: int) -> int:
     shape = value.shape
     if shape.extent == Extent.NONE:
         return shape.width
-    rows = max_rows if shape.extent == Extent.ROWS else max_out_rows
+    rows = max_out_rows if shape.extent == Extent.LOGIT_ROWS else max_rows
     return rows * row_bytes(shape.kind, shape.width)
 
 
@@ -49,8 +50,9 @@ def plan_buffers(graph: Graph, max_rows: int, max_out_rows: int) -> tuple[list[i
     for i, node in enumerate(graph.nodes):
         for v in node.inputs:
             last_use[v.index] = i
-    assert graph.logits is not None
-    last_use[graph.logits.index] = len(graph.nodes)
+    for end in (graph.logits, graph.log_probs):
+        if end is not None:
+            last_use[end.index] = len(graph.nodes)
 
     offsets = [0] * len(graph.values)
     sizes = [0] * len(graph.values)
@@ -100,7 +102,7 @@ def compile_graph(graph: Graph, max_rows: int, max_out_rows: int = 1) -> Program
         max_rows,
         max_out_rows,
         graph.logits.index,
-        0,
+        NO_VALUE if graph.log_probs is None else graph.log_probs.index,
         scratch_bytes,
     )
     for v in graph.values:

@@ -148,6 +148,14 @@ def swiglu(gate: Array, up: Array) -> Array:
         return gate / (1 + np.exp(-gate)) * up
 
 
+def log_probs(logits: Array, targets: list[int]) -> Array:
+    """log softmax of each row at its target: [n, vocab] -> float64 [n, 1]."""
+    logits = logits.astype(np.float64)
+    top = logits.max(axis=1, keepdims=True)
+    of_target = np.take_along_axis(logits, np.array(targets)[:, None], axis=1)
+    return of_target - top - np.log(np.exp(logits - top).sum(axis=1, keepdims=True))
+
+
 class ReferenceSession:
     """Keys and values per state, float16 or float32, of every position so far."""
 
@@ -185,24 +193,31 @@ class Reference:
         self._tensors: dict[str, Array] = {}
 
     def run(
-        self, session: ReferenceSession, tokens: list[int], out_rows: list[int], routes: Array | None = None
+        self,
+        session: ReferenceSession,
+        tokens: list[int],
+        out_rows: list[int],
+        routes: Array | None = None,
+        targets: list[int] | None = None,
     ) -> Array:
-        """Logits float32 [len(out_rows), vocab_size]; the session grows by the tokens.
+        """Logits float32 [len(out_rows), vocab_size], or the log-probabilities [len(out_rows), 1] of targets, one
+        for each of out_rows; the session grows by the tokens.
 
         routes: expert ids [layers, len(tokens), top_k] that replace what routing chooses."""
         values: dict[int, Array] = {}
         positions = np.arange(session.length, session.length + len(tokens))
         for node in self.graph.nodes:
             ins = [values[v.index] for v in node.inputs]
-            outs = self._op(node, ins, session, tokens, positions, out_rows, routes)
+            outs = self._op(node, ins, session, tokens, positions, out_rows, routes, targets)
             outs = [o if o.dtype == np.int32 else o.astype(np.float32) for o in outs]
             for v, o in zip(node.outputs, outs, strict=False):
                 values[v.index] = o
             if self.observe:
                 self.observe(node, outs)
         session.length += len(tokens)
-        assert self.graph.logits is not None
-        return values[self.graph.logits.index]
+        end = self.graph.logits if targets is None else self.graph.log_probs
+        assert end is not None
+        return values[end.index]
 
     def _weight(self, name: str) -> Array:
         if name in self.vectors:
@@ -214,7 +229,7 @@ class Reference:
     def _quantized(self, x: Array) -> Array:
         return quantize_q8(x) if self.int8 else x
 
-    def _op(self, node, ins, session, tokens, positions, out_rows, routes) -> list[Array]:
+    def _op(self, node, ins, session, tokens, positions, out_rows, routes, targets) -> list[Array]:
         a, op = node.attrs, node.op
         if op == "embed":
             return [np.stack([read_embedding_row(self.checkpoint, t) for t in tokens])]
@@ -247,6 +262,11 @@ class Reference:
             return [self._experts(ins[0], ins[1], ins[2], a["layer"])]
         if op == "select_rows":
             return [ins[0][out_rows]]
+        if op == "output":
+            logits = ins[0].astype(np.float64) @ self._weight(node.weights[0].name).astype(np.float64).T
+            if targets is None:
+                return [logits, np.zeros((len(logits), 1))]
+            return [logits[:0], log_probs(logits.astype(np.float32), targets)]
         raise NotImplementedError(op)
 
     def _attention(self, q: Array, k: Array, v: Array, positions: Array, a: dict) -> Array:

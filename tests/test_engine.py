@@ -131,11 +131,11 @@ def test_a_prompt_that_fails_in_its_second_pass_leaves_nothing(gguf, expected, m
         run, calls = engine._executor.run, []
 
         class Failing:
-            def run(self, *args: object) -> None:
+            def run(self, *args: object, **kwargs: object) -> None:
                 calls.append(1)
                 if len(calls) == 2:
                     raise HeadraceError("a failed read")
-                run(*args)
+                run(*args, **kwargs)
 
         monkeypatch.setattr(engine, "_executor", Failing())
         for call in (session.prefill, session.verify):

@@ -111,7 +111,7 @@ class SmallModel:
             tokens, out_rows = tokens[split:], [r - split for r in out_rows]
         return run_pass(executor, state, tokens, out_rows)
 
-    def expected(self, tokens, out_rows, kv_dtype=DType.F16, int8=True):
+    def expected(self, tokens, out_rows, kv_dtype=DType.F16, int8=True, targets=None):
         checkpoint = SimpleNamespace(
             files=[self.path],
             tensors=self.tensors,
@@ -121,7 +121,7 @@ class SmallModel:
         )
         reference = Reference(self.graph, checkpoint, {}, int8=int8)
         kv = np.float16 if kv_dtype == DType.F16 else np.float32
-        return reference.run(ReferenceSession(self.graph, kv), tokens, out_rows)
+        return reference.run(ReferenceSession(self.graph, kv), tokens, out_rows, targets=targets)
 
     def check(self, rtol=2e-5, tokens=(3, 9, 3, 0, 39, 12), out_rows=(0, 2, 4, 5), **kwargs):
         got = self.run(list(tokens), list(out_rows), **kwargs)
@@ -222,6 +222,30 @@ def test_experts(tmp_path, types, route_capacity):
     m.check(rtol=5e-3 if types[2].is_quantized else 2e-5)
 
 
+@pytest.mark.parametrize("dtype", ALL_TYPES)
+@pytest.mark.parametrize("vocab", [1, 40, 256, 600])
+def test_output(tmp_path, dtype, vocab):
+    m = SmallModel(tmp_path, 64)
+    m.graph.output(m.graph.select_rows(m.x), m.matrix(vocab, 64, dtype))
+    m.check()
+    tokens, out_rows = [3, 9, 3, 0, 39, 12], [0, 2, 4, 5]
+    targets = [0, vocab - 1, vocab // 2, vocab // 3]
+    program, executor = m.executor()
+    state = _core.SessionState(program, 64)
+    got = np.full(len(targets), np.nan, np.float32)
+    executor.run(
+        np.array(tokens, np.int32),
+        np.zeros(len(tokens), np.uint32),
+        [state],
+        np.array(out_rows, np.uint32),
+        None,
+        targets=np.array(targets, np.int32),
+        log_probs=got,
+    )
+    np.testing.assert_allclose(got, m.expected(tokens, out_rows, targets=targets)[:, 0], rtol=2e-5, atol=1e-5)
+    assert (got <= 0).all() and (vocab > 1 or (got == 0).all())
+
+
 def test_two_layers_of_everything(tmp_path):
     m = SmallModel(tmp_path, 64, table=DType.Q8_0)
     g, x = m.graph, m.x
@@ -287,6 +311,7 @@ def test_arrays_of_the_wrong_kind_are_refused(attention_model):
         ((tokens, zeros, [state], rows + 1, logits), "output row 2"),
         ((tokens, zeros, [None], rows, logits), "state 0 is of another model"),
         ((tokens + 39, zeros, [state], rows, logits), "token 40"),
+        ((tokens, zeros, [state], rows, None), "room for logits, or targets"),
     ]:
         with pytest.raises(HeadraceError, match=message):
             executor.run(*args)

@@ -88,20 +88,29 @@ std::span<T> flat_routes(const Executor& executor, const std::optional<Routes<T>
 }
 
 void run_pass(Executor& executor, Vector<int32_t> tokens, Vector<uint32_t> sequences,
-              const std::vector<SessionState*>& states, Vector<uint32_t> out_rows, Logits logits,
+              const std::vector<SessionState*>& states, Vector<uint32_t> out_rows, std::optional<Logits> logits,
               const CancelFlag* cancel, const std::optional<Routes<const int32_t>>& routes,
               const std::optional<Routes<int32_t>>& ids, const std::optional<Routes<float>>& weights,
-              const std::optional<Routes<float>>& scores, bool per_slot, const std::optional<Stream>& stream) {
+              const std::optional<Routes<float>>& scores, bool per_slot, const std::optional<Stream>& stream,
+              const std::optional<Vector<int32_t>>& targets,
+              const std::optional<nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>>& log_probs) {
   const uint64_t vocab = vocab_size(executor.program());
-  if (logits.shape(0) != out_rows.shape(0) || logits.shape(1) != vocab)
-    throw Error("pass: logits of shape [" + std::to_string(logits.shape(0)) + ", " + std::to_string(logits.shape(1)) +
+  if (logits && (logits->shape(0) != out_rows.shape(0) || logits->shape(1) != vocab))
+    throw Error("pass: logits of shape [" + std::to_string(logits->shape(0)) + ", " + std::to_string(logits->shape(1)) +
                 "], expected [" + std::to_string(out_rows.shape(0)) + ", " + std::to_string(vocab) + "]");
+  if (logits.has_value() == targets.has_value() || targets.has_value() != log_probs.has_value() ||
+      (log_probs && log_probs->shape(0) != targets->shape(0)))
+    throw Error("pass: give room for logits, or targets and room for as many log-probabilities");
   Pass pass;
   pass.tokens = {tokens.data(), tokens.shape(0)};
   pass.sequences = {sequences.data(), sequences.shape(0)};
   pass.states = states;
   pass.out_rows = {out_rows.data(), out_rows.shape(0)};
-  pass.logits = logits.data();
+  if (logits) pass.logits = logits->data();
+  if (targets) {
+    pass.targets = {targets->data(), targets->shape(0)};
+    pass.log_probs = log_probs->data();
+  }
   const size_t n = tokens.shape(0);
   pass.routing = {flat_routes<const int32_t>(executor, routes, n), flat_routes(executor, ids, n),
                   flat_routes(executor, weights, n), flat_routes(executor, scores, n)};
@@ -176,6 +185,16 @@ void init_state(nb::module_& m) {
             return SessionState::bytes(program, capacity, to_dtype(kv_dtype));
           },
           "program"_a, "capacity"_a, "kv_dtype"_a = 1, "Bytes that such a state commits.")
+      .def_static(
+          "part",
+          [](const SessionState& room, uint32_t first, uint32_t rows, const SessionState* base, uint32_t base_length) {
+            return new SessionState(room, first, rows, base, base_length);
+          },
+          "room"_a, "first"_a, "rows"_a, "base"_a.none() = nb::none(), "base_length"_a = 0, nb::keep_alive<0, 1>(),
+          nb::keep_alive<0, 4>(),
+          "A state in `rows` positions of another's memory, from `first` on (multiples of 16). With a base it "
+          "continues "
+          "that state's first base_length positions, and its rows also hold what of them is no whole block of 64.")
       .def_prop_ro("capacity", &SessionState::capacity, "Positions that it has room for.")
       .def_prop_ro("length", &SessionState::length, "Positions that hold a token.")
       .def("rollback", &SessionState::rollback, "length"_a, "Shortens to `length` positions.");
@@ -201,18 +220,21 @@ void init_executor(nb::module_& m) {
           "num_threads counts the caller. Commits the program's scratch.")
       .def_static("overhead_bytes", &Executor::overhead_bytes, "program"_a, "num_threads"_a,
                   "Bytes that such an executor commits beside the program's scratch and its threads' stacks.")
-      .def("run", &run_pass, "tokens"_a.noconvert(), "sequences"_a.noconvert(), "states"_a, "out_rows"_a.noconvert(),
-           "logits"_a.noconvert(), "cancel"_a.none() = nb::none(), "routes"_a.noconvert().none() = nb::none(),
-           "ids"_a.noconvert().none() = nb::none(), "weights"_a.noconvert().none() = nb::none(),
-           "scores"_a.noconvert().none() = nb::none(), "per_slot"_a = false, "stream"_a = nb::none(),
-           "One pass over n rows. tokens: int32 [n]; sequences: uint32 [n], indices into states, each sequence's rows "
-           "in order; out_rows: uint32 [m], ascending; logits: float32 [m, vocab], filled. On success the states "
-           "have grown; on an exception none has. routes: int32 [layers, n, top_k], ascending expert ids that replace "
-           "the routers' choice, each with weight scaling / top_k. ids, weights, scores: int32, float32, float32 "
-           "[layers, n, top_k], filled with the routes that were used and the routers' logits of them. "
-           "stream: (group size, queue depth, banks, reads early, first pass of its prompt) of a streamed pass. "
-           "HeadraceError(\"cancelled\") if `cancel` was set; a signal "
-           "handler's exception (KeyboardInterrupt) is raised within some 50 ms.")
+      .def(
+          "run", &run_pass, "tokens"_a.noconvert(), "sequences"_a.noconvert(), "states"_a, "out_rows"_a.noconvert(),
+          "logits"_a.noconvert().none(), "cancel"_a.none() = nb::none(), "routes"_a.noconvert().none() = nb::none(),
+          "ids"_a.noconvert().none() = nb::none(), "weights"_a.noconvert().none() = nb::none(),
+          "scores"_a.noconvert().none() = nb::none(), "per_slot"_a = false, "stream"_a = nb::none(),
+          "targets"_a.noconvert().none() = nb::none(), "log_probs"_a.noconvert().none() = nb::none(),
+          "One pass over n rows. tokens: int32 [n]; sequences: uint32 [n], indices into states, each sequence's rows "
+          "in order; out_rows: uint32 [m], ascending; logits: float32 [m, vocab], filled. On success the states "
+          "have grown; on an exception none has. routes: int32 [layers, n, top_k], ascending expert ids that replace "
+          "the routers' choice, each with weight scaling / top_k. ids, weights, scores: int32, float32, float32 "
+          "[layers, n, top_k], filled with the routes that were used and the routers' logits of them. "
+          "targets: int32 [m], and no logits: log_probs, float32 [m], is filled with the log-probability of each after "
+          "its row. "
+          "HeadraceError(\"cancelled\") if `cancel` was set; a signal "
+          "handler's exception (KeyboardInterrupt) is raised within some 50 ms.")
       .def_prop_ro("num_threads", &Executor::num_threads)
       .def_prop_ro(
           "vocab_size", [](const Executor& e) { return vocab_size(e.program()); }, "Columns of the logits.")

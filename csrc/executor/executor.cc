@@ -34,20 +34,36 @@ void run_ops(const PassContext& ctx, std::span<const OpInfo> ops) {
     case OpCode::kRoute: return run_route(ctx, op);
     case OpCode::kExperts: return run_experts(ctx, op);
     case OpCode::kSelectRows: return run_select_rows(ctx, op);
+    case OpCode::kOutput: return run_output(ctx, op);
   }
 }
 
 std::string str(uint64_t n) { return std::to_string(n); }
+
+void check_targets(const Program& program, const Pass& pass) {
+  if (program.log_probs == kNoValue) throw Error("pass: targets, but the program gives no log-probabilities");
+  if (pass.targets.size() != pass.out_rows.size() || pass.log_probs == nullptr)
+    throw Error("pass: " + str(pass.targets.size()) + " targets for " + str(pass.out_rows.size()) + " rows" +
+                (pass.log_probs == nullptr ? ", and no room for log-probabilities" : ""));
+  const uint64_t vocab = program.values[program.logits].width;
+  for (int32_t target : pass.targets)
+    if (target < 0 || static_cast<uint64_t>(target) >= vocab)
+      throw Error("pass: target " + std::to_string(target) + " is outside the vocabulary of " + str(vocab));
+}
 
 void check_shape(const Program& program, const Pass& pass) {
   const size_t n = pass.tokens.size();
   if (n < 1 || n > program.max_rows) throw Error("pass: " + str(n) + " rows, expected 1 to " + str(program.max_rows));
   if (pass.sequences.size() != n)
     throw Error("pass: " + str(pass.sequences.size()) + " sequences for " + str(n) + " rows");
-  if (pass.out_rows.size() > program.max_out_rows)
-    throw Error("pass: " + str(pass.out_rows.size()) + " rows of logits, expected at most " +
-                str(program.max_out_rows));
-  if (!pass.out_rows.empty() && pass.logits == nullptr) throw Error("pass: no room for logits");
+  if (!pass.targets.empty()) {
+    check_targets(program, pass);
+  } else {
+    if (pass.out_rows.size() > program.max_out_rows)
+      throw Error("pass: " + str(pass.out_rows.size()) + " rows of logits, expected at most " +
+                  str(program.max_out_rows));
+    if (!pass.out_rows.empty() && pass.logits == nullptr) throw Error("pass: no room for logits");
+  }
   for (size_t i = 0; i < pass.out_rows.size(); ++i) {
     if (pass.out_rows[i] >= n || (i > 0 && pass.out_rows[i] <= pass.out_rows[i - 1]))
       throw Error("pass: output row " + str(pass.out_rows[i]) + " of " + str(n) + " rows, expected ascending rows");
@@ -128,6 +144,7 @@ struct Executor::Impl {
     check_experts(program, experts);
     size_attention_buffers(program, num_threads, buffers);
     size_expert_buffers(program, buffers);
+    size_output_buffers(program, num_threads, buffers);
     buffers.order.reserve(program.max_rows);
     positions.reserve(program.max_rows);
     for (size_t i = 0; i < program.ops.size(); i += jobs.back().size()) {
@@ -150,6 +167,18 @@ struct Executor::Impl {
                     str(pass.states[sequence]->capacity()) + " positions; ask for a larger one");
       positions.push_back(lengths[sequence]++);
     }
+    for (size_t i = 0; i < pass.states.size(); ++i) check_base(pass, i);
+  }
+
+  // What a state continues is there by the time of its rows' attention, if it has any.
+  void check_base(const Pass& pass, size_t i) const {
+    const SessionState* base = pass.states[i]->base();
+    if (base == nullptr || lengths[i] == pass.states[i]->length()) return;
+    const size_t at = std::find(pass.states.begin(), pass.states.end(), base) - pass.states.begin();
+    const uint32_t length = at < lengths.size() ? lengths[at] : base->length();
+    if (length < pass.states[i]->base_length())
+      throw Error("pass: state " + str(i) + " continues " + str(pass.states[i]->base_length()) +
+                  " positions of a state that holds " + str(length));
   }
 
   // Layers whose experts may be read before their routes are known: those of which at least half are expected to be
@@ -191,8 +220,10 @@ struct Executor::Impl {
       op_ns[static_cast<uint32_t>(ops[0].code)] +=
           static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
     }
-    const float* logits = ctx.f32(program.logits);
-    std::copy(logits, logits + pass.out_rows.size() * program.values[program.logits].width, pass.logits);
+    const bool is_scored = !pass.targets.empty();
+    const uint32_t end = is_scored ? program.log_probs : program.logits;
+    const float* from = ctx.f32(end);
+    std::copy_n(from, ctx.num_rows(end) * program.values[end].width, is_scored ? pass.log_probs : pass.logits);
     // Nothing below throws: only a whole pass counts.
     for (size_t i = 0; i < pass.states.size(); ++i) pass.states[i]->append(lengths[i] - pass.states[i]->length());
   }
@@ -204,7 +235,7 @@ Executor::Executor(Program program, const Weights& weights, ExpertMemory* expert
 Executor::~Executor() = default;
 
 uint64_t Executor::overhead_bytes(const Program& program, uint32_t num_threads) {
-  return attention_buffer_bytes(program, num_threads);
+  return attention_buffer_bytes(program, num_threads) + output_buffer_bytes(program, num_threads);
 }
 
 void Executor::run(const Pass& pass) {

@@ -38,8 +38,8 @@ struct Pass {
   std::span<const int32_t> tokens;      // [n], 1 <= n <= max_rows
   std::span<const uint32_t> sequences;  // [n], index into states
   std::span<SessionState* const> states;
-  std::span<const uint32_t> out_rows;  // ascending rows whose logits are wanted, at most max_out_rows, may be empty
-  float* logits = nullptr;             // [out_rows.size(), vocab]
+  std::span<const uint32_t> out_rows;  // ascending rows whose logits or targets are asked for, may be empty
+  float* logits = nullptr;             // [out_rows.size(), vocab], at most max_out_rows
   std::function<bool()>
       should_stop;  // polled between ops, between batches of experts, and at least every 20 ms of waiting
   RoutingTap routing = {};
@@ -47,6 +47,10 @@ struct Pass {
   // being read once for all its routes. The same bits.
   bool per_slot = false;
   std::optional<StreamedPass> stream = {};  // none: experts are read as layers ask for them
+  // [out_rows.size()]: the token whose log-probability is wanted after each of out_rows, instead of logits, of which
+  // none then exist whole; any number of rows.
+  std::span<const int32_t> targets = {};
+  float* log_probs = nullptr;  // [out_rows.size()]
 };
 
 class Executor {

@@ -38,16 +38,27 @@ struct AttentionOp {
 const SessionState& state_of(const PassContext& ctx, uint32_t row) { return *ctx.pass.states[ctx.pass.sequences[row]]; }
 
 // All rows' keys and values go into the states first, so that later rows of the pass see the earlier ones as stored.
+// Then states that begin to continue another take over what is no whole block.
 void store_rows(const PassContext& ctx, const AttentionOp& op, uint32_t n) {
   // Head by head: the rows of a thread share lines of the keys' tiles.
   ctx.each_row(n * op.num_kv, 2 * op.head_dim, [&](uint32_t item) {
-    const uint32_t h = item / n, row = item % n, position = ctx.positions[row];
+    const uint32_t h = item / n, row = item % n;
     const SessionState& session = state_of(ctx, row);
+    const uint32_t position = ctx.positions[row] - session.shared();
     const DType type = session.kv_type();
     const size_t at = size_t{h} * op.head_dim;
     ctx.kernels.store_key(ctx.f32(op.k, row) + at, op.head_dim, position, type, session.keys(op.state, h));
     ctx.kernels.store_kv(ctx.f32(op.v, row) + at, session.values(op.state, h) + position * row_bytes(type, op.head_dim),
                          op.head_dim, type);
+  });
+  std::vector<uint32_t>& starting = ctx.buffers.order;
+  starting.clear();
+  for (uint32_t i = 0; i < ctx.pass.states.size(); ++i) {
+    const SessionState& session = *ctx.pass.states[i];
+    if (session.base() != nullptr && session.length() == session.base_length()) starting.push_back(i);
+  }
+  ctx.each_row(static_cast<uint32_t>(starting.size()) * op.num_kv, kKeyBlock * op.head_dim, [&](uint32_t item) {
+    ctx.pass.states[starting[item / op.num_kv]]->copy_rest(op.state, item % op.num_kv);
   });
 }
 
@@ -102,14 +113,19 @@ void run_attention(const PassContext& ctx, const OpInfo& info) {
         y[i] = ctx.f32(op.y, rows[i]) + at;
       }
       const SessionState& session = state_of(ctx, rows[0]);
-      const KeysAndValues kv = {
+      KeysAndValues kv = {
           .head_dim = op.head_dim,
           .type = session.kv_type(),
           .keys = session.keys(op.state, h),
           .values = session.values(op.state, h),
           .window = static_cast<uint32_t>(info.attr_int[attr_attention::kWindow]),
           .scale = static_cast<float>(info.attr_double[attr_attention::kScale]),
+          .shared = session.shared(),
       };
+      if (kv.shared != 0) {
+        kv.shared_keys = session.base()->keys(op.state, h);
+        kv.shared_values = session.base()->values(op.state, h);
+      }
       uint8_t* scratch = ctx.buffers.attention->data() + thread * op.scratch_bytes();
       ctx.kernels.attend(kv, q, last_q - first_q, num_rows, ctx.positions[rows[0]], y,
                          reinterpret_cast<float*>(scratch));

@@ -7,7 +7,7 @@
 namespace headrace {
 
 enum class ValueKind : uint32_t { kF32 = 0, kI32 = 1, kQ8 = 2, kBytes = 3 };
-enum class Extent : uint32_t { kRows = 0, kOutRows = 1, kNone = 2 };
+enum class Extent : uint32_t { kRows = 0, kOutRows = 1, kNone = 2, kLogitRows = 3 };
 enum class StateKind : uint32_t { kKv = 0 };
 
 enum class OpCode : uint32_t {
@@ -22,6 +22,7 @@ enum class OpCode : uint32_t {
   kRoute = 8,
   kExperts = 9,
   kSelectRows = 10,
+  kOutput = 11,
 };
 
 // Indices of each op's attributes in the program's attribute list.
@@ -37,7 +38,7 @@ struct OpSpec {
   const char* attr_types;  // one of "i" (int64) and "d" (double) per attribute
 };
 
-constexpr uint32_t kNumOps = 11;
+constexpr uint32_t kNumOps = 12;
 constexpr OpSpec kOps[kNumOps] = {
     {"embed", 0, 1, 0, 1, 0, ""},
     {"rms_norm", 1, 1, 0, 1, 2, "id"},
@@ -50,6 +51,7 @@ constexpr OpSpec kOps[kNumOps] = {
     {"route", 1, 0, 0, 2, 5, "iiiid"},
     {"experts", 3, 0, 0, 2, 4, "iiii"},
     {"select_rows", 1, 0, 0, 1, 0, ""},
+    {"output", 1, 1, 0, 2, 0, ""},
 };
 
 }  // namespace headrace

@@ -21,8 +21,9 @@ size_t value_row_bytes(const ValueInfo& v) { return v.kind == ValueKind::kQ8 ? q
 }  // namespace
 
 uint32_t PassContext::num_rows(uint32_t value) const {
-  return static_cast<uint32_t>(program.values[value].extent == Extent::kRows ? pass.tokens.size()
-                                                                             : pass.out_rows.size());
+  const Extent extent = program.values[value].extent;
+  if (extent == Extent::kLogitRows && !pass.targets.empty()) return 0;
+  return static_cast<uint32_t>(extent == Extent::kRows ? pass.tokens.size() : pass.out_rows.size());
 }
 
 uint8_t* PassContext::bytes(uint32_t value, uint32_t row) const {
@@ -90,7 +91,7 @@ void run_quantize(const PassContext& ctx, const OpInfo& op) {
 
 // Products of one x, such as queries, keys and values, are one job: threads meet once, not once a matrix.
 void run_linears(const PassContext& ctx, std::span<const OpInfo> ops) {
-  const uint32_t x = ops[0].inputs[0], n = ctx.num_rows(x);
+  const uint32_t x = ops[0].inputs[0], n = ctx.num_rows(ops[0].outputs[0]);
   if (n == 0) return;
   RowPointers& rows = ctx.buffers.rows;
   uint32_t num_all_tiles = 0;

@@ -47,6 +47,7 @@ struct OpBuffers {
   std::vector<uint32_t> order;         // of rows: by token, by sequence
   std::vector<uint32_t> chunks;        // of attention: where each begins in `order`, and the end
   std::unique_ptr<Mapping> attention;  // the kernel's scratch, per thread
+  std::unique_ptr<Mapping> output;     // logits of some rows and columns, per thread, and what was made of them
   std::vector<uint32_t> taken;         // by ExpertMemory::take
   std::vector<ExpertJob> jobs;
 };
@@ -100,6 +101,7 @@ void run_add(const PassContext& ctx, const OpInfo& op);
 void run_route(const PassContext& ctx, const OpInfo& op);
 void run_experts(const PassContext& ctx, const OpInfo& op);  // op_experts.cc
 void run_select_rows(const PassContext& ctx, const OpInfo& op);
+void run_output(const PassContext& ctx, const OpInfo& op);  // op_output.cc
 
 // The linears that begin at op `first` and read the same value, and whose outputs share no memory: none, one or more.
 constexpr size_t kMostLinears = 4;
@@ -109,6 +111,8 @@ std::span<const OpInfo> linears_from(const Program& program, size_t first);
 uint64_t attention_buffer_bytes(const Program& program, uint32_t num_threads);
 void size_attention_buffers(const Program& program, uint32_t num_threads, OpBuffers& buffers);
 void size_expert_buffers(const Program& program, OpBuffers& buffers);
+uint64_t output_buffer_bytes(const Program& program, uint32_t num_threads);
+void size_output_buffers(const Program& program, uint32_t num_threads, OpBuffers& buffers);
 void check_experts(const Program& program, const ExpertMemory* experts);
 
 }  // namespace headrace

@@ -73,14 +73,14 @@ uint64_t value_row_bytes(const ValueInfo& v) {
 
 uint64_t value_bytes(const Program& p, const ValueInfo& v) {
   if (v.extent == Extent::kNone) return v.width;
-  return value_row_bytes(v) * (v.extent == Extent::kRows ? p.max_rows : p.max_out_rows);
+  return value_row_bytes(v) * (v.extent == Extent::kLogitRows ? p.max_out_rows : p.max_rows);
 }
 
 ValueInfo read_value(Reader& in, const Program& p, uint32_t index) {
   std::string at = "value " + str(index) + ": ";
   uint32_t kind = in.u32(), extent = in.u32();
   require(kind <= static_cast<uint32_t>(ValueKind::kBytes), at + "unknown kind " + str(kind));
-  require(extent <= static_cast<uint32_t>(Extent::kNone), at + "unknown extent " + str(extent));
+  require(extent <= static_cast<uint32_t>(Extent::kLogitRows), at + "unknown extent " + str(extent));
   uint64_t width = in.u64(), offset = in.u64();
   ValueInfo v{static_cast<ValueKind>(kind), static_cast<Extent>(extent), width, offset};
   bool is_workspace = v.kind == ValueKind::kBytes;
@@ -170,6 +170,7 @@ class ShapeCheck {
       case OpCode::kRoute: return route();
       case OpCode::kExperts: return experts();
       case OpCode::kSelectRows: return select_rows();
+      case OpCode::kOutput: return end();
     }
   }
 
@@ -269,6 +270,17 @@ class ShapeCheck {
     expect(output(0), x.kind, Extent::kOutRows, x.width, "output 0");
   }
 
+  void end() const {
+    expect_weight(WeightRole::kMatrix);
+    expect(input(0), is_quantized(weight().dtype) ? ValueKind::kQ8 : ValueKind::kF32, Extent::kOutRows, weight().cols,
+           "input 0");
+    expect(output(0), ValueKind::kF32, Extent::kLogitRows, weight().rows, "output 0");
+    expect(output(1), ValueKind::kF32, Extent::kOutRows, 1, "output 1");
+    require(
+        op_.outputs[0] == p_.logits && op_.outputs[1] == p_.log_probs,
+        at() + "outputs " + str(op_.outputs[0]) + " and " + str(op_.outputs[1]) + ", expected logits and log_probs");
+  }
+
   const ValueInfo& input(int i) const { return p_.values[op_.inputs[i]]; }
   const ValueInfo& output(int i) const { return p_.values[op_.outputs[i]]; }
   const WeightInfo& weight() const { return p_.weights[op_.weights[0]]; }
@@ -309,6 +321,7 @@ void check_buffers(const Program& p) {
   for (size_t i = 0; i < p.ops.size(); ++i)
     for (uint32_t v : p.ops[i].inputs) last_use[v] = i;
   last_use[p.logits] = p.ops.size();
+  if (p.log_probs != kNoValue) last_use[p.log_probs] = p.ops.size();
 
   std::vector<bool> written(p.values.size(), false);
   std::vector<uint32_t> live;
@@ -332,6 +345,7 @@ void check_buffers(const Program& p) {
     std::erase_if(live, [&](uint32_t v) { return last_use[v] <= i; });
   }
   require(written[p.logits], "logits value " + str(p.logits) + " is never written");
+  require(p.log_probs == kNoValue || written[p.log_probs], "log_probs value is never written");
 }
 
 }  // namespace
@@ -369,7 +383,7 @@ Program parse_program(std::span<const uint8_t> bytes) {
   p.max_rows = in.u32();
   p.max_out_rows = in.u32();
   p.logits = in.u32();
-  require(in.u32() == 0, "reserved word of the header is not zero");
+  p.log_probs = in.u32();
   p.scratch_bytes = in.u64();
   require(p.max_rows >= 1 && p.max_rows <= kMaxRows, "max_rows is " + str(p.max_rows));
   require(p.max_out_rows >= 1 && p.max_out_rows <= p.max_rows,
@@ -377,6 +391,8 @@ Program parse_program(std::span<const uint8_t> bytes) {
   require(p.scratch_bytes <= kMaxBytes, "scratch is " + str(p.scratch_bytes) + " bytes");
   require(num_states <= kMaxStates, str(num_states) + " states");
   require(p.logits < num_values, "logits value " + str(p.logits) + " of " + str(num_values));
+  require(p.log_probs < num_values || p.log_probs == kNoValue,
+          "log_probs value " + str(p.log_probs) + " of " + str(num_values));
 
   for (uint32_t i = 0; i < num_values; ++i) p.values.push_back(read_value(in, p, i));
   for (uint32_t i = 0; i < num_weights; ++i) p.weights.push_back(read_weight(in, i));
@@ -387,7 +403,11 @@ Program parse_program(std::span<const uint8_t> bytes) {
   }
   require(in.left() == 0, str(in.left()) + " bytes after the last op");
   const ValueInfo& logits = p.values[p.logits];
-  require(logits.kind == ValueKind::kF32 && logits.extent == Extent::kOutRows, "logits are not F32 rows of output");
+  require(logits.kind == ValueKind::kF32 && (logits.extent == Extent::kOutRows || logits.extent == Extent::kLogitRows),
+          "logits are not F32 rows of output");
+  require(p.log_probs == kNoValue ||
+              std::any_of(p.ops.begin(), p.ops.end(), [](const OpInfo& op) { return op.code == OpCode::kOutput; }),
+          "log_probs are not those of an output");
   check_buffers(p);
   return p;
 }

@@ -14,7 +14,7 @@ struct ValueInfo {
   ValueKind kind;
   Extent extent;
   uint64_t width;
-  uint64_t offset;  // in scratch, a multiple of 64, for max_rows / max_out_rows rows
+  uint64_t offset;  // in scratch, a multiple of 64, for max_rows rows, or max_out_rows of Extent::kLogitRows
 };
 
 enum class WeightRole : uint32_t { kTable = 0, kMatrix = 1, kVector = 2 };
@@ -37,12 +37,16 @@ struct OpInfo {
   std::vector<double> attr_double;
 };
 
+constexpr uint32_t kNoValue = UINT32_MAX;
+
+// max_out_rows: rows whose logits one pass can return. Of the other rows' outputs it has room for all.
 struct Program {
   std::vector<ValueInfo> values;
   std::vector<WeightInfo> weights;
   std::vector<StateInfo> states;
   std::vector<OpInfo> ops;
-  uint32_t max_rows, max_out_rows, logits;
+  uint32_t max_rows, max_out_rows;
+  uint32_t logits, log_probs;  // values; kNoValue: a program without `output`, which gives logits only
   uint64_t scratch_bytes;
 };
 

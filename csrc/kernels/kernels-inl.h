@@ -830,23 +830,26 @@ void attend_typed(const KeysAndValues& kv, const float* const* q, uint32_t num_q
   // Queries side by side: where they lie in the pass, a power of two apart, they would meet in the L1 cache.
   for (uint32_t i = 0; i < n; ++i) __builtin_memcpy(a.q + i * num_q * width, q[i], num_q * width * sizeof(float));
 
-  const uint8_t* keys = static_cast<const uint8_t*>(kv.keys);
-  const uint8_t* values = static_cast<const uint8_t*>(kv.values);
   const uint32_t first = a.first_key(position), last = position + n - 1;
   const size_t row_bytes = width * Element::kBytes;
   for (uint32_t at = first / kKeyBlock * kKeyBlock; at <= last; at += kKeyBlock) {
     const uint32_t begin = at < first ? first : at, end = min_u32(at + kKeyBlock, last + 1);
     const ptrdiff_t ahead = end > last ? 0 : static_cast<ptrdiff_t>(kKeyBlock * row_bytes);
+    const bool is_shared = at < kv.shared;
+    const size_t offset = (is_shared ? at : at - kv.shared) * row_bytes;  // of the block
+    const uint8_t* keys = static_cast<const uint8_t*>(is_shared ? kv.shared_keys : kv.keys) + offset;
+    const uint8_t* values = static_cast<const uint8_t*>(is_shared ? kv.shared_values : kv.values) + offset;
     if (tiles > 1 && Element::kBytes != F32::kBytes) {
       const uint32_t key_begin = begin / kTileRows * kTileRows, key_end = (end + kTileRows - 1) / kTileRows * kTileRows;
-      widen<Element>(keys + key_begin * row_bytes, a.block_keys + (key_begin - at) * width,
+      widen<Element>(keys + (key_begin - at) * row_bytes, a.block_keys + (key_begin - at) * width,
                      (key_end - key_begin) * width, ahead);
-      widen<Element>(values + begin * row_bytes, a.block_values + (begin - at) * width, (end - begin) * width, ahead);
+      widen<Element>(values + (begin - at) * row_bytes, a.block_values + (begin - at) * width, (end - begin) * width,
+                     ahead);
       const KeysBlock block = {at, reinterpret_cast<const uint8_t*>(a.block_keys),
                                reinterpret_cast<const uint8_t*>(a.block_values), 0, 0};
       a.add_block<F32, false>(queries, tiles, block);
     } else {
-      a.add_block<Element, true>(queries, tiles, {at, keys + at * row_bytes, values + at * row_bytes, ahead, ahead});
+      a.add_block<Element, true>(queries, tiles, {at, keys, values, ahead, ahead});
     }
   }
 
@@ -912,6 +915,51 @@ void route(const float* logits, uint32_t num_experts, uint32_t top_k, Scoring, b
   }
 }
 
+// ---- Log-probabilities
+
+void sum_exp(const float* logits, uint32_t n, float* max_logit, float* sum) {
+  float rest[16];
+  for (float& l : rest) l = -kInfinity;
+  const uint32_t whole = n / 16 * 16;
+  for (uint32_t i = whole; i < n; ++i) rest[i - whole] = logits[i];
+  Floats largest = load(rest);
+  for (uint32_t i = 0; i < whole; i += 16) largest = max(largest, load(logits + i));
+  *max_logit = max_lanes(largest);
+  const Floats m = set1(*max_logit);
+  Floats sums = set1(0.0f);
+  for (uint32_t i = 0; i < whole; i += 16) sums = add(sums, exp_lanes(sub(load(logits + i), m)));
+  if (whole < n) sums = add(sums, exp_lanes(sub(load(rest), m)));
+  *sum = sum_lanes(sums);
+}
+
+// x = 2^k y with y between sqrt(1/2) and sqrt(2); log y = 2 artanh((y - 1) / (y + 1)), a series. x >= 1, or NaN.
+inline double log_one(double x) {
+  if (!(x < __builtin_inf())) return x;
+  const uint64_t x_bits = __builtin_bit_cast(uint64_t, x);
+  double k = static_cast<double>(static_cast<int64_t>(x_bits >> 52) - 1023);
+  double y = __builtin_bit_cast(double, (x_bits & ((uint64_t{1} << 52) - 1)) | uint64_t{1023} << 52);
+  if (y > 0x1.6a09e667f3bcdp+0) y *= 0.5, k += 1;
+  const double s = (y - 1) / (y + 1), z = s * s;
+  double series = 1.0 / 21;
+  for (int n = 19; n > 0; n -= 2) series = __builtin_fma(series, z, 1.0 / n);
+  return __builtin_fma(k, 0x1.62e42fefa39efp-1, 2 * s * series);
+}
+
+float log_prob(float logit, const float* maxima, const float* sums, uint32_t pieces) {
+  float m = maxima[0];
+  for (uint32_t i = 1; i < pieces; ++i) m = maxima[i] > m ? maxima[i] : m;
+  double sum = 0;
+  for (uint32_t i = 0; i < pieces; i += 16) {
+    const uint32_t n = min_u32(16, pieces - i);
+    float scale[16] = {};
+    for (uint32_t j = 0; j < n; ++j) scale[j] = maxima[i + j] - m;
+    store(scale, exp_lanes(load(scale)));
+    for (uint32_t j = 0; j < n; ++j)
+      sum = __builtin_fma(static_cast<double>(scale[j]), static_cast<double>(sums[i + j]), sum);
+  }
+  return static_cast<float>((static_cast<double>(logit) - m) - log_one(sum));
+}
+
 constexpr Kernels make_table(const char* isa) {
   return {
       .isa = isa,
@@ -927,6 +975,8 @@ constexpr Kernels make_table(const char* isa) {
       .store_key = store_key,
       .attend = attend,
       .route = route,
+      .sum_exp = sum_exp,
+      .log_prob = log_prob,
   };
 }
 

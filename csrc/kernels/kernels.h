@@ -31,10 +31,13 @@ enum class Scoring : uint32_t { kSoftmax = 0 };
 struct KeysAndValues {
   uint32_t head_dim = 0;
   DType type = DType::kF16;      // or F32
-  const void* keys = nullptr;    // as store_key wrote them: tile layout, rows are positions
-  const void* values = nullptr;  // [positions, head_dim]
+  const void* keys = nullptr;    // as store_key wrote them: tile layout, rows are positions, from `shared` on
+  const void* values = nullptr;  // [positions from `shared` on, head_dim]
   uint32_t window = 0;
   float scale = 1.0f;
+  uint32_t shared = 0;  // positions before this one, a multiple of 64, lie here instead
+  const void* shared_keys = nullptr;
+  const void* shared_values = nullptr;
 };
 
 constexpr uint32_t kKeyBlock = 64;
@@ -94,6 +97,14 @@ struct Kernels {
   // A NaN logit counts as -infinity.
   void (*route)(const float* logits, uint32_t num_experts, uint32_t top_k, Scoring scoring, bool normalize,
                 float scaling, int32_t* ids, float* weights);
+
+  // The log-probability of a token from logits taken in pieces. First, of each piece of n logits: *max, the largest,
+  // and *sum, the lane sum of exp(logit - *max); absent elements are -infinity. Then log_prob puts `pieces` of them
+  // together: with m the largest of all, s = fma(double(exp(maxima[i] - m)), double(sums[i]), s), i ascending, s from
+  // 0, and the result is (double(logit) - m) - log(s), where log is in double to far better than a float can hold.
+  // NaN where any logit is NaN or +infinity.
+  void (*sum_exp)(const float* logits, uint32_t n, float* max, float* sum);
+  float (*log_prob)(float logit, const float* maxima, const float* sums, uint32_t pieces);
 };
 
 // The table that HEADRACE_ISA ("portable", "avx2", "avx512" or "neon") names, else the best this processor has. An

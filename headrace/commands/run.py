@@ -8,7 +8,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from headrace import _core
 from headrace.commands.model import open_model_and_text
@@ -175,7 +175,14 @@ def _refuse_far_too_long(tokenizer: Tokenizer, prompt: str, limit: int) -> None:
             )
 
 
-def session_report(session: Session) -> dict[str, Any]:
+class Phases(Protocol):
+    """A Session, or a Scorer."""
+
+    prefill_figures: Figures
+    decode_figures: Figures
+
+
+def session_report(session: Phases) -> dict[str, Any]:
     prefill, decode = session.prefill_figures, session.decode_figures
     return {
         "prefill_tps": prefill.tps,
@@ -192,7 +199,7 @@ def hit_rate(figures: Figures) -> float | None:
     return (uses - c.get("loads", 0)) / uses if uses else None
 
 
-def figures_line(report: dict, session: Session) -> str:
+def figures_line(report: dict, session: Phases) -> str:
     read = sum(report[p]["expert_bytes_read"] for p in ("prefill", "decode"))
     hits = hit_rate(session.decode_figures)
     decode = (

@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace import _core
 from headrace.commands.model import Text, open_model_and_text
-from headrace.commands.run import PIECE_CHARS, prefill_progress, session_report
+from headrace.commands.run import prefill_progress, session_report
 from headrace.commands.words import count_of, significant
 from headrace.engine import Engine, EngineOptions, Routing
 from headrace.errors import HeadraceError
@@ -27,7 +27,6 @@ from headrace.sizes import format_size
 from headrace.text.files import read_text
 from headrace.text.sampling import Sampler, sampler_from_defaults
 from headrace.text.stop import stop_token_ids
-from headrace.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def _sequences(options: TraceOptions, checkpoint: Checkpoint, text: Text) -> lis
         if options.max_tokens and text.chat_template and not options.raw:
             ids = np.array(text.encode_chat(content), np.int32)
         else:
-            ids = _encode(text.tokenizer, content)
+            ids = text.tokenizer.encode_long(content)
         if not len(ids):
             raise HeadraceError(f"{file}: is empty; give some text")
         if len(ids) <= room:
@@ -132,18 +131,6 @@ def _sequences(options: TraceOptions, checkpoint: Checkpoint, text: Text) -> lis
         else:
             sequences += _cut(ids, context, np.array(text.tokenizer.encode(""), np.int32))
     return sequences
-
-
-def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Piece by piece, cut at the ends of lines where there are any."""
-    parts, begin = [], 0
-    while begin < len(text) or not begin:
-        end = begin + PIECE_CHARS
-        if end < len(text):
-            end = text.rfind("\n", begin, end) + 1 or end
-        parts.append(np.array(tokenizer.encode(text[begin:end], add_special_tokens=not begin), np.int32))
-        begin = end
-    return np.concatenate(parts)
 
 
 def _cut(ids: np.ndarray, context: int, prefix: np.ndarray) -> list[np.ndarray]:

@@ -130,7 +130,7 @@ class DecoderBuilder:
         x = self.norm(x, "output_norm.weight")
         # A tied table is listed among the tensors as output.weight too: it is resident as a matrix.
         head = self.matrix("output.weight", c.vocab_size, c.hidden_size)
-        self.graph.logits = self.graph.linear(x, head)
+        self.graph.output(x, head)
         return self.graph
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 
 from headrace.errors import HeadraceError
@@ -55,6 +56,9 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
 # Tokens that end a document or a turn wherever they exist as special tokens.
 _END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>")
+
+_PIECE_CHARS = 32 << 10  # tokenized at a time
+_WORD_GAP = re.compile("(?<=[A-Za-z]) (?=[A-Za-z])")
 
 # A real tokenizer.json has at most some 35 MB; a larger file is a mistake, and parsing costs RAM.
 _MAX_JSON_BYTES = 128 << 20
@@ -114,6 +118,22 @@ class Tokenizer:
                 f"text: character {surrogate.start()} is not valid Unicode "
                 f"({surrogate.group()!r}); give the text as UTF-8"
             ) from None
+
+    def encode_long(self, text: str) -> np.ndarray:
+        """The ids of a text of any length, int32: piece by piece, since tokenizing takes some 200 bytes of memory a
+        byte. Pieces end between two words, where tokens end in any case, or else at the end of a line."""
+        with_special, plain = self.encode("a"), self.encode("a", add_special_tokens=False)
+        before = next(i for i in range(len(with_special)) if with_special[i : i + len(plain)] == plain)
+        parts, begin = [with_special[:before]], 0
+        while begin < len(text):
+            end = begin + _PIECE_CHARS
+            if end < len(text):
+                gaps = [m.start() for m in _WORD_GAP.finditer(text, max(begin + 1, end - 1000), end)]
+                end = gaps[-1] if gaps else text.rfind("\n", begin, end) + 1 or end
+            parts.append(self.encode(text[begin:end], add_special_tokens=False))
+            begin = end
+        parts.append(with_special[before + len(plain) :])
+        return np.concatenate([np.array(part, np.int32) for part in parts])
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids` without special tokens; bytes that are not UTF-8 become U+FFFD."""

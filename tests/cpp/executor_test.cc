@@ -159,6 +159,167 @@ TEST("a pass over several sequences gives each its own logits") {
   }
 }
 
+// Log-probabilities of `targets` after each row of one pass over several states.
+std::vector<float> score(Runner& runner, const std::vector<int32_t>& tokens, const std::vector<uint32_t>& sequences,
+                         std::vector<SessionState*> states, const std::vector<uint32_t>& out_rows,
+                         const std::vector<int32_t>& targets) {
+  std::vector<float> log_probs(targets.size(), 1.0f);
+  Pass pass{tokens, sequences, states, out_rows, nullptr, nullptr};
+  pass.targets = targets;
+  pass.log_probs = log_probs.data();
+  runner.executor.run(pass);
+  return log_probs;
+}
+
+// The same from a row of logits: pieces of 256 columns, as op_output.cc has them.
+float log_prob_of(const float* logits, uint32_t vocab, int32_t target) {
+  std::vector<float> maxima, sums;
+  for (uint32_t col = 0; col < vocab; col += 256) {
+    maxima.push_back(0), sums.push_back(0);
+    kernels().sum_exp(logits + col, std::min(256u, vocab - col), &maxima.back(), &sums.back());
+  }
+  return kernels().log_prob(logits[target], maxima.data(), sums.data(), static_cast<uint32_t>(maxima.size()));
+}
+
+TEST("log-probabilities are those of the logits, however a pass is cut, divided and held") {
+  for (const TinySpec& spec : {TinySpec{.num_layers = 1, .vocab = 700},
+                               {.num_layers = 1, .vocab = 256, .head = kBF16},
+                               {.num_layers = 1, .vocab = 33, .dense = kF32, .head = kF32}}) {
+    TinyModel model(spec);
+    const std::vector<int32_t> tokens = random_tokens(301, spec.vocab, 3), targets = random_tokens(301, spec.vocab, 4);
+    const std::vector<float> logits = model.reference(tokens, kF16);
+    std::vector<float> expected;
+    for (size_t i = 0; i < tokens.size(); ++i) {
+      expected.push_back(log_prob_of(&logits[i * spec.vocab], spec.vocab, targets[i]));
+      double sum = 0;
+      for (uint32_t v = 0; v < spec.vocab; ++v) sum += std::exp(double{logits[i * spec.vocab + v]});
+      CHECK(std::abs(expected.back() - (logits[i * spec.vocab + targets[i]] - std::log(sum))) < 1e-5);
+    }
+    for (uint32_t threads : {1u, 3u}) {
+      Runner runner(model, 301, 100, model.largest_record(), threads);
+      for (const std::vector<uint32_t>& sizes :
+           {std::vector<uint32_t>{301}, {255, 46}, {1, 65, 200, 35}, std::vector<uint32_t>(43, 7)}) {
+        SessionState state(runner.program, 301, kF16);
+        std::vector<float> got;
+        size_t at = 0;
+        for (uint32_t n : sizes) {
+          std::vector<uint32_t> out_rows(n);
+          std::iota(out_rows.begin(), out_rows.end(), 0);
+          const auto part = [&](const std::vector<int32_t>& v) {
+            return std::vector<int32_t>(v.begin() + at, v.begin() + at + n);
+          };
+          const std::vector<float> log_probs =
+              score(runner, part(tokens), std::vector<uint32_t>(n, 0), {&state}, out_rows, part(targets));
+          got.insert(got.end(), log_probs.begin(), log_probs.end());
+          at += n;
+        }
+        CHECK(same_bits(got, expected));
+      }
+    }
+  }
+}
+
+TEST("rows without a target, and wrong targets") {
+  TinyModel model({});
+  Runner runner(model, 8, 100, model.all_records(), 2);
+  const std::vector<int32_t> tokens = random_tokens(8, 77, 5);
+  const std::vector<float> logits = model.reference(tokens, kF16);
+  const std::vector<uint32_t> sequences(8, 0);
+  SessionState state(runner.program, 16, kF16);
+  const std::vector<float> got = score(runner, tokens, sequences, {&state}, {2, 7}, {5, 76});
+  CHECK(same_bits(got, {log_prob_of(&logits[2 * 77], 77, 5), log_prob_of(&logits[7 * 77], 77, 76)}));
+  CHECK_THROWS(Error, "target 77", score(runner, tokens, sequences, {&state}, {0, 1}, {1, 77}));
+  CHECK_THROWS(Error, "target -1", score(runner, tokens, sequences, {&state}, {0}, {-1}));
+  CHECK_THROWS(Error, "1 targets for 2 rows", score(runner, tokens, sequences, {&state}, {0, 1}, {1}));
+  CHECK_EQ(state.length(), 8u);
+}
+
+// A prefix and what continues it: in one pass, or in several; the prefix ends anywhere in a block of keys.
+TEST("states that continue another give the bits of whole texts") {
+  for (DType kv_type : {kF16, kF32}) {
+    TinyModel model({.num_layers = 2, .window = kv_type == kF32 ? 70u : 0u});
+    Runner runner(model, 400, 100, model.all_records(), 3);
+    SessionState room(runner.program, 240, kv_type);
+    for (uint32_t length : {1u, 5u, 16u, 63u, 64u, 65u, 100u, 128u, 150u}) {
+      const std::vector<int32_t> prefix = random_tokens(length, 77, length);
+      std::vector<std::vector<int32_t>> rests;
+      for (uint32_t n : {1u, 9u, 20u}) rests.push_back(random_tokens(n, 77, 100 + n));
+      std::vector<float> expected;
+      for (const auto& rest : rests) {
+        std::vector<int32_t> whole = prefix;
+        whole.insert(whole.end(), rest.begin(), rest.end());
+        const std::vector<float> logits = model.reference(whole, kv_type);
+        for (size_t i = 0; i < rest.size(); ++i)
+          expected.push_back(log_prob_of(&logits[(length + i) * 77], 77, static_cast<int32_t>(i)));
+      }
+      // cut: rows before it are a pass of their own.
+      for (uint32_t cut : {0u, length, length / 2, length + 3, length + 12}) {
+        SessionState base(runner.program, 150, kv_type);
+        std::vector<std::unique_ptr<SessionState>> parts;
+        std::vector<SessionState*> states = {&base};
+        uint32_t first = 0;
+        for (const auto& rest : rests) {
+          const uint32_t rows = (length % 64 + static_cast<uint32_t>(rest.size()) + 15) / 16 * 16;
+          parts.push_back(std::make_unique<SessionState>(room, first, rows, &base, length));
+          states.push_back(parts.back().get());
+          CHECK_EQ(parts.back()->length(), length);
+          first += rows;
+        }
+        CHECK(first <= room.capacity());
+        std::vector<int32_t> tokens = prefix, targets;
+        std::vector<uint32_t> sequences(length, 0), out_rows;
+        for (uint32_t s = 0; s < rests.size(); ++s) {
+          for (size_t i = 0; i < rests[s].size(); ++i) {
+            out_rows.push_back(static_cast<uint32_t>(tokens.size()));
+            targets.push_back(static_cast<int32_t>(i));
+            tokens.push_back(rests[s][i]);
+            sequences.push_back(s + 1);
+          }
+        }
+        std::vector<float> got;
+        const uint32_t end = static_cast<uint32_t>(tokens.size());
+        for (const auto& [from, to] : {std::pair{0u, cut}, {cut, end}}) {
+          if (from == to) continue;
+          std::vector<uint32_t> rows;
+          std::vector<int32_t> wanted;
+          for (size_t i = 0; i < out_rows.size(); ++i)
+            if (out_rows[i] >= from && out_rows[i] < to)
+              rows.push_back(out_rows[i] - from), wanted.push_back(targets[i]);
+          const std::vector<int32_t> pass_tokens(tokens.begin() + from, tokens.begin() + to);
+          const std::vector<uint32_t> pass_sequences(sequences.begin() + from, sequences.begin() + to);
+          if (rows.empty()) {
+            runner.executor.run({pass_tokens, pass_sequences, states, {}, nullptr, nullptr});
+          } else {
+            const std::vector<float> log_probs = score(runner, pass_tokens, pass_sequences, states, rows, wanted);
+            got.insert(got.end(), log_probs.begin(), log_probs.end());
+          }
+        }
+        CHECK(same_bits(got, expected));
+      }
+    }
+  }
+}
+
+TEST("a state cannot continue what is not there") {
+  TinyModel model({});
+  Runner runner(model, 8, 100, model.all_records(), 1);
+  SessionState room(runner.program, 64, kF16), base(runner.program, 70, kF16), wide(runner.program, 64, kF32);
+  const std::vector<int32_t> tokens = {1, 2};
+  runner.pass(base, tokens.data(), 2);
+  SessionState part(room, 16, 32, &base, 3);
+  CHECK_EQ(part.capacity(), 32u);
+  CHECK_THROWS(Error, "continues 3 positions of a state that holds 2", runner.pass(part, tokens.data(), 2));
+  CHECK_THROWS(Error, "the base has 3", part.rollback(2));
+  for (const auto& [first, rows] : {std::pair{0u, 80u}, {48u, 32u}, {8u, 16u}, {16u, 17u}, {16u, 0u}, {~15u, 32u}})
+    CHECK_THROWS(Error, "multiples of 16 inside it", SessionState(room, first, rows, nullptr, 0));
+  CHECK_THROWS(Error, "cannot continue 71", SessionState(room, 0, 16, &base, 71));
+  CHECK_THROWS(Error, "cannot continue 60", SessionState(room, 0, 48, &base, 60));
+  CHECK_THROWS(Error, "cannot continue", SessionState(room, 0, 16, &part, 1));
+  CHECK_THROWS(Error, "cannot continue", SessionState(room, 0, 16, &wide, 1));
+  CHECK_THROWS(Error, "no base", SessionState(room, 0, 16, nullptr, 1));
+  CHECK_EQ(SessionState(room, 0, 16, &base, 64).capacity(), 80u);
+}
+
 TEST("a rolled-back sequence continues as if the tokens had never been") {
   TinyModel model({});
   Runner runner(model, 8, 100, model.largest_record() * 4, 2);

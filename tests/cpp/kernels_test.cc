@@ -591,6 +591,40 @@ TEST("route: same choice and bits; ties, NaN and infinities") {
   }
 }
 
+TEST("sum_exp and log_prob: same bits; remainders, NaN and infinities") {
+  const auto run = [](const Kernels& k, const std::vector<float>& logits, uint32_t pieces) {
+    std::vector<float> out(2 * pieces + 1);
+    const uint32_t n = static_cast<uint32_t>(logits.size());
+    for (uint32_t i = 0; i < pieces; ++i) {
+      const uint32_t begin = n * i / pieces, end = n * (i + 1) / pieces;
+      k.sum_exp(logits.data() + begin, end - begin, &out[i], &out[pieces + i]);
+    }
+    out.back() = k.log_prob(logits[n / 2], &out[0], &out[pieces], pieces);
+    return out;
+  };
+  for (uint32_t n : {1u, 15u, 16u, 17u, 64u, 255u, 256u, 1003u}) {
+    for (int i = 0; i < 12; ++i) {
+      std::vector<float> logits = i % 3 == 2 ? specials(n) : normals(n);
+      if (i % 3 == 1)
+        for (float& l : logits) l *= 40;
+      for (uint32_t pieces : {1u, std::min(n, 5u), std::min(n, 37u)}) {
+        const std::vector<float> want = run(portable, logits, pieces);
+        for (const Kernels* k : others()) CHECK(same_bits(run(*k, logits, pieces), want));
+        if (i % 3 == 2) continue;
+        double sum = 0, most = *std::max_element(logits.begin(), logits.end());
+        for (float l : logits) sum += std::exp(l - most);
+        const double exact = logits[n / 2] - most - std::log(sum);
+        CHECK(std::abs(want.back() - exact) <= 1e-6 + 1e-7 * std::abs(exact));
+      }
+    }
+  }
+  for (float broken : {kNan, kInf}) {
+    std::vector<float> logits = normals(300);
+    logits[200] = broken;
+    for (const Kernels* k : available_kernels()) CHECK(std::isnan(run(*k, logits, 3).back()));
+  }
+}
+
 TEST("pack_rows and unpack_row: round trip in pieces, zeros in the padding") {
   for (DType type : kTypes) {
     for (uint32_t rows : {1u, 16u, 31u, 48u, 77u}) {

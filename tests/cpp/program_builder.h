@@ -17,7 +17,7 @@ class ProgramBuilder {
   ProgramBuilder(uint32_t max_rows, uint32_t max_out_rows) : max_rows_(max_rows), max_out_rows_(max_out_rows) {}
 
   uint32_t value(ValueKind kind, uint64_t width, Extent extent = Extent::kRows) {
-    const uint64_t rows = extent == Extent::kRows ? max_rows_ : extent == Extent::kOutRows ? max_out_rows_ : 1;
+    const uint64_t rows = extent == Extent::kNone ? 1 : extent == Extent::kLogitRows ? max_out_rows_ : max_rows_;
     const uint64_t row = kind == ValueKind::kQ8 ? q8_row_bytes(width) : kind == ValueKind::kBytes ? width : width * 4;
     values_.push_back({kind, extent, width, scratch_});
     scratch_ += (rows * row + 63) / 64 * 64;
@@ -84,11 +84,23 @@ class ProgramBuilder {
     return y;
   }
 
-  std::vector<uint8_t> bytes(uint32_t logits) const {
+  struct End {
+    uint32_t logits, log_probs;
+  };
+  End output(uint32_t x, uint32_t weight) {
+    const uint32_t in = as_input(x, weights_[weight].dtype);
+    const uint32_t logits = value(ValueKind::kF32, weights_[weight].rows, Extent::kLogitRows);
+    const uint32_t log_probs = value(ValueKind::kF32, 1, Extent::kOutRows);
+    op(OpCode::kOutput, {in}, {weight}, {}, {logits, log_probs});
+    return {logits, log_probs};
+  }
+
+  std::vector<uint8_t> bytes(uint32_t logits) const { return bytes(End{logits, kNoValue}); }
+  std::vector<uint8_t> bytes(End end) const {
     std::vector<uint8_t> out = {'H', 'R', 'P', 'R', 'O', 'G', '1', 0};
     auto u32 = [&](uint64_t v) { append(out, static_cast<uint32_t>(v)); };
     for (uint64_t n : {values_.size(), weights_.size(), states_.size(), ops_.size()}) u32(n);
-    for (uint32_t n : {max_rows_, max_out_rows_, logits, 0u}) u32(n);
+    for (uint32_t n : {max_rows_, max_out_rows_, end.logits, end.log_probs}) u32(n);
     append(out, scratch_);
     for (const ValueInfo& v : values_) {
       u32(static_cast<uint32_t>(v.kind)), u32(static_cast<uint32_t>(v.extent));

@@ -32,7 +32,7 @@ std::vector<uint8_t> all_ops() {
   b.op(OpCode::kRoute, {b.linear(x, router)}, {}, {}, {ids, weights},
        {int64_t{0}, int64_t{2}, int64_t{0}, int64_t{1}, 1.0});
   x = b.add(x, b.experts(b.as_input(x, DType::kQ4_0), ids, weights, 64, 0, 8, 32, 12));
-  return b.bytes(b.linear(b.select_rows(x), head));
+  return b.bytes(b.output(b.select_rows(x), head));
 }
 
 bool parses(const std::vector<uint8_t>& bytes) {
@@ -53,9 +53,25 @@ TEST("a whole program") {
   CHECK_EQ(p.values[p.logits].width, 50u);
   CHECK_EQ(p.weights.size(), 7u);
   CHECK_EQ(p.states[0].head_dim, 16u);
-  CHECK(p.ops.front().code == OpCode::kEmbed && p.ops.back().code == OpCode::kLinear);
+  CHECK(p.ops.front().code == OpCode::kEmbed && p.ops.back().code == OpCode::kOutput);
   for (const OpInfo& op : p.ops)
     if (op.code == OpCode::kAttention) CHECK_EQ(op.attr_double[attr_attention::kScale], 0.25);
+}
+
+TEST("logits and log-probabilities are those of the output") {
+  const std::vector<uint8_t> good = all_ops();
+  const Program p = parse_program(good);
+  CHECK(p.values[p.logits].extent == Extent::kLogitRows && p.values[p.log_probs].width == 1);
+  const auto with = [&](uint32_t logits, uint32_t log_probs) {
+    std::vector<uint8_t> bytes = good;
+    std::memcpy(&bytes[32], &logits, sizeof logits);
+    std::memcpy(&bytes[36], &log_probs, sizeof log_probs);
+    return bytes;
+  };
+  CHECK(parses(with(p.logits, p.log_probs)));
+  CHECK_THROWS(Error, "expected logits and log_probs", parse_program(with(p.logits, kNoValue)));
+  CHECK_THROWS(Error, "expected logits and log_probs", parse_program(with(p.log_probs, p.log_probs)));
+  CHECK_THROWS(Error, "log_probs value", parse_program(with(p.logits, 10000)));
 }
 
 TEST("every cut and every trailing byte is refused") {

@@ -103,7 +103,7 @@ class TinyModel {
       x = b.add(x, b.experts(in, ids, weights, spec.hidden, l, spec.num_experts, spec.width, route_capacity));
     }
     const uint32_t selected = b.select_rows(b.rms_norm(x, declare(norm), kEps));
-    return b.bytes(b.linear(selected, declare(head)));
+    return b.bytes(b.output(selected, declare(head)));
   }
 
   // After program(), which numbers the weights.
