@@ -399,18 +399,19 @@ struct ExpertMemory::Impl {
       return !taken.empty();
     };
     if (!done_waiting()) {
-      // The executor kept what it took, and what it did not holds the rest.
-      const auto is_stuck = [&] {
-        return residency.is_streaming() ? scheduler.num_in_flight() == 0 : residency.num_loading() == 0;
-      };
-      if (is_stuck() && scheduler.make_room_in_layer()) start_reads();
-      if (is_stuck() && error.empty()) {
-        throw Error("expert memory: layer " + std::to_string(residency.layer()) +
-                    ": every slot is taken; release experts before taking more");
-      }
       const auto start = Clock::now();
       const auto add_wait = [&] { io_wait_ns += ns_since(start); };
-      while (!landed.wait_for(lock, kPollInterval, done_waiting)) {
+      // Nothing can land: the executor kept what it took, and what it did not holds the rest.
+      const auto is_stuck = [&] {
+        const bool is_waiting = residency.is_streaming() ? scheduler.num_in_flight() > 0 : residency.num_loading() > 0;
+        return !is_waiting && !done_waiting();
+      };
+      do {
+        if (is_stuck() && scheduler.make_room_in_layer()) start_reads();
+        if (is_stuck()) {
+          throw Error("expert memory: layer " + std::to_string(residency.layer()) +
+                      ": every slot is taken; release experts before taking more");
+        }
         lock.unlock();
         const bool stop = should_stop && should_stop();
         lock.lock();
@@ -418,7 +419,7 @@ struct ExpertMemory::Impl {
           add_wait();
           throw Cancelled();
         }
-      }
+      } while (!landed.wait_for(lock, kPollInterval, done_waiting));
       add_wait();
     }
     if (!error.empty()) {

@@ -189,6 +189,7 @@ void Loader::run(uint8_t* staging) {
     check_arrived(*read, job, lock);
     --read->in_flight;
 
+    if (has_pieces(*read)) work_.notify_one();  // it may go on, and this thread may take another
     if (read->in_flight > 0 || has_pieces(*read)) continue;
     reads_.remove(read);
     const Report done = report(*read);

@@ -136,6 +136,7 @@ void Residency::begin(uint32_t layer, std::span<const uint32_t> ids, std::span<c
   entries_.clear();
   queue_.clear();
   passed_.clear();
+  unwanted_.clear();
   num_loading_ = 0;
   for (uint32_t i = 0; i < ids.size(); ++i) {
     const uint32_t expert = first_expert_[layer] + ids[i];
@@ -326,16 +327,17 @@ void Residency::end_stream() {
   }
 }
 
-// The routes of the layer are known: of what it did not ask for, what is here may go, what is on its way is dropped.
+// The routes of the layer are known: of what it did not ask for, what is here may go, what is on its way is dropped. So
+// for layers that the pass went by.
 void Residency::settle_unrouted(uint32_t layer) {
-  num_layers_begun_ = layer + 1;
+  const uint32_t begin = first_expert_[std::min(num_layers_begun_, layer)];
+  const uint32_t end = first_expert_[layer] + layers_[layer].num_experts;
+  num_layers_begun_ = std::max(num_layers_begun_, layer + 1);
   if (early_layer_ <= layer) {
     early_layer_ = layer + 1;
     early_id_ = 0;
   }
-  unwanted_.clear();
-  for (uint32_t id = 0; id < layers_[layer].num_experts; ++id) {
-    const uint32_t expert = first_expert_[layer] + id;
+  for (uint32_t expert = begin; expert < end; ++expert) {
     Expert& e = experts_[expert];
     if (e.entry != kNone || e.state == State::kAbsent) continue;
     if (e.state == State::kLoading) {

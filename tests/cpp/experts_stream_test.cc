@@ -277,6 +277,87 @@ TEST("what stays after a prompt is what it routed to most") {
   CHECK_EQ(memory.counters().loads, loads);
 }
 
+TEST("prefetches of an oracle that errs: right bytes, every use counted, and the simulator counts the same") {
+  uint64_t num_late = 0, num_prefetched = 0;
+  for (uint64_t seed = 0; seed < 24; ++seed) {
+    std::mt19937_64 random(seed);
+    const ExpertFiles files(specs(random), seed);
+    const uint32_t num_layers = static_cast<uint32_t>(files.source.layers.size());
+    const uint64_t total = files.total_bytes(), largest = files.largest_bytes();
+    const auto budget = [&] { return random() % 4 ? largest + random() % (total - largest + 1) : largest; };
+    std::atomic<uint64_t> count{0};
+    ScopedReadHook hook([&](const std::string&, uint64_t, uint64_t) {
+      const uint64_t n = ++count * 0x9E3779B97F4A7C15u >> 32;
+      if (n % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(n % 400));
+      return 0;
+    });
+    ExpertMemoryOptions options{budget(), static_cast<uint32_t>(1 + random() % 4), true};
+    options.policy.name = policy_names()[seed % 5];
+    options.oracle_recall = static_cast<double>(random() % 5) / 4;
+    options.oracle_seed = seed;
+    ExpertMemory memory(files.source, options);
+    memory.record_events();
+    SimulatorOptions settings;
+    for (uint32_t l = 0; l < num_layers; ++l) {
+      settings.layers.push_back({files.source.layers[l].num_experts, record_bytes(files.source.layers[l])});
+      for (const uint64_t bytes : memory.read_bytes(l)) settings.read_bytes.push_back(bytes);
+    }
+    settings.capacity_bytes = largest;
+    settings.window = UINT32_MAX;
+    settings.policy = options.policy;
+    Simulator simulator(settings);
+
+    std::vector<std::vector<Ids>> passes(12);
+    size_t most = 1;
+    uint64_t uses = 0;
+    for (auto& pass : passes) {
+      for (const LayerExperts& layer : files.source.layers) {
+        pass.push_back(random() % 10 ? some_of(random, layer.num_experts) : Ids());
+        most = std::max(most, pass.back().size());
+      }
+    }
+    const auto announce = [&](size_t p) {
+      for (uint32_t l = 0; p < passes.size() && l < num_layers; ++l) memory.expect(l, passes[p][l]);
+    };
+    announce(0);
+    for (size_t p = 0; p < passes.size(); ++p) {
+      announce(p + 1);
+      if (random() % 5 == 0) memory.resize(budget());
+      std::vector<int32_t> rows(num_layers * most, -1);
+      const bool is_streamed = random() % 4 == 0;
+      if (is_streamed) memory.begin_stream({2, 2, 2, true}, std::vector<bool>(num_layers, true), true);
+      for (uint32_t l = 0; l < num_layers; ++l) {
+        if (passes[p][l].empty()) continue;
+        CHECK_EQ(run_layer(memory, files, l, passes[p][l], random() % 2).size(), passes[p][l].size());
+        CHECK(memory.committed_bytes() <= memory.arena_bytes());
+        uses += passes[p][l].size();
+        std::copy(passes[p][l].begin(), passes[p][l].end(), rows.begin() + l * most);
+      }
+      if (is_streamed) memory.end_stream();
+      ExpertCounters now;
+      const std::vector<uint32_t> events = memory.take_events(now);
+      CHECK_EQ(now.hits + now.late_hits + now.loads, uses);
+      simulator.feed(rows.data(), 1, static_cast<uint32_t>(most));
+      simulator.end_pass(events);
+      const SimulatedCounters simulated = simulator.counters();
+      CHECK_EQ(simulated.hits, now.hits);
+      CHECK_EQ(simulated.late_hits, now.late_hits);
+      CHECK_EQ(simulated.loads, now.loads);
+      CHECK_EQ(simulated.prefetches, now.prefetches);
+      CHECK_EQ(simulated.evictions, now.evictions);
+      CHECK_EQ(simulated.bytes_read, now.bytes_read);
+      CHECK_EQ(simulated.bytes_unused, now.bytes_unused);
+      num_late += now.late_hits;
+      num_prefetched += now.prefetches;
+    }
+    if (check::failures()) {
+      std::fprintf(stderr, "seed %lu\n", static_cast<unsigned long>(seed));
+      return;
+    }
+  }
+  CHECK(num_late > 0 && num_prefetched > 100);
+}
+
 TEST("a guess that fails is read again when it is wanted, and forgotten when it is not") {
   const ExpertFiles files({layer_spec(DType::kQ4_0, 32, 96, 4, true), layer_spec(DType::kQ4_0, 32, 96, 4, true)}, 5);
   const ExpertExtent second = files.source.layers[1].records[0];
