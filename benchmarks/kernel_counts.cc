@@ -148,6 +148,14 @@ void count_the_rest(const Kernels& k) {
   for (uint32_t e = 0; e < kExperts; ++e) logits[e] = static_cast<float>(e * 37 % kExperts);
   count("route",
         [&] { k.route(logits.data(), kExperts, kTopK, Scoring::kSoftmax, true, 1.0f, ids.data(), weights.data()); });
+
+  // A row's log-probability in 50,304 columns.
+  constexpr uint32_t kPiece = 256, kPieces = 197;
+  std::vector<float> piece(kPiece, 1.0f), maxima(kPieces, 3.0f), sums(kPieces, 100.0f);
+  for (uint32_t i = 0; i < kPiece; ++i) piece[i] = static_cast<float>(i % 23) - 11.0f;
+  float max_logit = 0, sum = 0;
+  count("sum_exp", [&] { k.sum_exp(piece.data(), kPiece, &max_logit, &sum); });
+  count("log_prob", [&] { sum = k.log_prob(1.0f, maxima.data(), sums.data(), kPieces); });
 }
 
 }  // namespace

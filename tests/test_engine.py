@@ -138,7 +138,7 @@ def test_a_prompt_that_fails_in_its_second_pass_leaves_nothing(gguf, expected, m
                 run(*args, **kwargs)
 
         monkeypatch.setattr(engine, "_executor", Failing())
-        for call in (session.prefill, session.verify):
+        for call in (session.prefill, session.verify, session.score):
             calls.clear()
             with pytest.raises(HeadraceError, match="a failed read"):
                 call(PROMPTS[2])
