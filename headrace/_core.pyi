@@ -356,14 +356,38 @@ class CancelFlag:
 class Executor:
     """Replays a program. One pass runs at a time; a second caller waits."""
 
-    def __init__(self, program: Program, weights: Weights, experts: ExpertMemory | None, num_threads: int) -> None:
-        """num_threads counts the caller. Commits the program's scratch."""
+    def __init__(
+        self,
+        program: Program,
+        weights: Weights,
+        experts: ExpertMemory | None,
+        num_threads: int,
+        shorter: Sequence[Program] = [],
+    ) -> None:
+        """
+        num_threads counts the caller. Commits the program's scratch. shorter: the same graph compiled for fewer rows, ascending; a pass runs the first program that has room for it.
+        """
 
     @staticmethod
     def overhead_bytes(program: Program, num_threads: int) -> int:
         """
-        Bytes that such an executor commits beside the program's scratch and its threads' stacks.
+        Bytes that such an executor commits beside scratch, buffer_bytes() and its threads' stacks.
         """
+
+    @staticmethod
+    def buffer_bytes(program: Program, max_rows: int) -> int:
+        """
+        Bytes that an executor for passes of up to max_rows rows keeps beside scratch.
+        """
+
+    def resize_scratch(self, rows: int) -> None:
+        """
+        Commits the scratch that passes of up to `rows` rows need and gives back the rest; larger passes are refused until it is called again. HeadraceError if the system has no memory: nothing has changed.
+        """
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Scratch that is committed now."""
 
     def run(
         self,

@@ -11,6 +11,7 @@ import math
 import os
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -22,7 +23,17 @@ import numpy as np
 from headrace import _core, machine
 from headrace.errors import HeadraceError
 from headrace.experts.pipeline import Pipeline, default_pipeline, fit_pipeline
-from headrace.experts.plan import MIB, MemoryPlan, Needs, Readings, page_table_bytes, plan_memory
+from headrace.experts.plan import (
+    EFFICIENT_ROWS,
+    FEWEST_ROWS,
+    MIB,
+    PAGE,
+    MemoryPlan,
+    Needs,
+    Readings,
+    page_table_bytes,
+    plan_memory,
+)
 from headrace.experts.traces import Replay
 from headrace.formats.checkpoint import Checkpoint, DType
 from headrace.graph import Graph
@@ -33,6 +44,8 @@ from headrace.program import Program, compile_graph, plan_buffers
 LOADER_THREADS = 4  # fewer leave the disk idle while one of them computes a checksum
 # The arena is lowered when less than this is left under the budget.
 DRIFT_MARGIN_BYTES = 2 * MIB
+# A pass's row: its token in a list, its token and sequence in arrays.
+TOKEN_BYTES = 16
 # Sampling works on float64 copies of the logits and on index arrays: at most this many bytes a vocabulary entry.
 LOGITS_BYTES_PER_ENTRY = 4 + 28
 
@@ -132,6 +145,11 @@ def _routing_shape(checkpoint: Checkpoint, rows: int) -> tuple[int, int, int]:
     return len(checkpoint.experts), rows, checkpoint.config.num_experts_per_tok
 
 
+def _step_rows(options: EngineOptions) -> int:
+    """Rows of the largest pass that is no prompt's."""
+    return max(FEWEST_ROWS, options.max_out_rows)
+
+
 def make_plan(checkpoint: Checkpoint, options: EngineOptions) -> MemoryPlan:
     """Reads the machine and plans; loads nothing. Raises HeadraceError if it cannot work."""
     return _plan(checkpoint, options, expert_source(checkpoint))
@@ -148,12 +166,22 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
     program = _core.Program(compile_graph(graph, 1).data)
     num_threads = options.num_threads or machine.num_cpus()
     positions = options.scoring_positions
+    record_bytes = _largest_record_bytes(checkpoint, source)
+    pipeline = options.pipeline or default_pipeline(record_bytes)
 
     def scratch_bytes(rows: int) -> int:
         out_rows = min(rows, options.max_out_rows)
-        # ids, weights and scores, and as much again for what an observer makes of them.
-        routing = 2 * 3 * 4 * math.prod(_routing_shape(checkpoint, rows)) if options.record_routing else 0
-        return plan_buffers(_graph_for(checkpoint, rows, options), rows, out_rows)[1] + routing
+        nbytes = plan_buffers(_graph_for(checkpoint, rows, options), rows, out_rows)[1]
+        return -(-nbytes // PAGE) * PAGE
+
+    def buffer_bytes(rows: int) -> int:
+        # A pass's replayed ids; ids, weights and scores, and as much again for what an observer makes of them.
+        arrays = 1 + (2 * 3 if options.record_routing else 0)
+        return (
+            _core.Executor.buffer_bytes(program, rows)
+            + 4 * arrays * math.prod(_routing_shape(checkpoint, rows))
+            + TOKEN_BYTES * rows
+        )
 
     needs = Needs(
         trunk_bytes=_core.Weights.resident_bytes(program),
@@ -163,9 +191,12 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
         + _core.Executor.overhead_bytes(program, num_threads),
         logits_bytes=(4 * options.max_out_rows * options.sessions + LOGITS_BYTES_PER_ENTRY) * config.vocab_size,
         num_threads=num_threads + _loader_threads(options),
-        largest_record_bytes=_largest_record_bytes(checkpoint, source),
+        largest_record_bytes=record_bytes,
         expert_bytes=source.total_bytes(),
         scratch_bytes=scratch_bytes,
+        buffer_bytes=buffer_bytes,
+        stream_bytes=pipeline.stream_experts * record_bytes,
+        step_rows=_step_rows(options),
     )
     _release_free_memory()
     readings = Readings(
@@ -219,10 +250,17 @@ class Engine:
         self.num_threads = options.num_threads or machine.num_cpus()
         self.max_rows = self.plan.max_rows
 
-        graph = _graph_for(checkpoint, self.max_rows, options)
-        self.program: Program = compile_graph(graph, self.max_rows, min(self.max_rows, options.max_out_rows))
+        # Programs for steps, for short prompts, for the largest pass: each with its own scratch.
+        self._rows = sorted({min(r, self.max_rows) for r in (_step_rows(options), EFFICIENT_ROWS, self.max_rows)})
+        graphs = [_graph_for(checkpoint, rows, options) for rows in self._rows]
+        programs = [
+            compile_graph(graph, rows, min(rows, options.max_out_rows))
+            for graph, rows in zip(graphs, self._rows, strict=True)
+        ]
+        self.program: Program = programs[-1]
+        self._scratch_bytes = [-(-program.scratch_bytes // PAGE) * PAGE for program in programs]
         self._program = _core.Program(self.program.data)
-        self._weights = load_weights(checkpoint, graph, self._program)
+        self._weights = load_weights(checkpoint, graphs[-1], self._program)
         self._free_states = [
             _core.SessionState(self._program, options.context, int(options.kv_dtype)) for _ in range(options.sessions)
         ]
@@ -242,7 +280,15 @@ class Engine:
             oracle_seed=options.oracle_seed,
         )
         self._future: Iterator[list[np.ndarray]] = iter(())
-        self._executor = _core.Executor(self._program, self._weights, self.experts, self.num_threads)
+        self._executor = _core.Executor(
+            self._program,
+            self._weights,
+            self.experts,
+            self.num_threads,
+            [_core.Program(program.data) for program in programs[:-1]],
+        )
+        self._open_prompts: list[int] = []  # rows of their passes
+        self._most_arena_bytes = source.total_bytes()
         self._routing_buffers: list[np.ndarray] = []  # of ids, weights, scores, each flat, for the largest pass
         if options.record_routing:
             size = math.prod(_routing_shape(checkpoint, self.max_rows))
@@ -250,7 +296,7 @@ class Engine:
         self._take_arena()
 
     def _take_arena(self) -> None:
-        """Everything else is in memory now: what is left of the budget, less the reserve, is the arena's."""
+        """Everything else is in memory now: what is left of the budget, less the reserve, is for scratch and arena."""
         p = self.plan
         _release_free_memory()
         held = machine.rss_bytes() - self.experts.committed_bytes
@@ -258,7 +304,41 @@ class Engine:
         rest = p.budget_bytes - max(
             p.other_bytes, held + p.logits_bytes + p.reserve_bytes + page_table_bytes(p.budget_bytes)
         )
-        self.experts.resize(max(self._smallest_arena, min(rest, self._source.total_bytes())))
+        self._shared_bytes = rest + self._executor.scratch_bytes
+        self._resize_arena(self._executor.scratch_bytes)
+
+    def _resize_arena(self, scratch_bytes: int) -> None:
+        rest = min(self._shared_bytes - scratch_bytes, self._most_arena_bytes)
+        self.experts.resize(max(self._smallest_arena, rest))
+
+    def limit_arena(self, most_bytes: int) -> None:
+        """From now on the arena has no more than so many bytes, whatever the budget allows. For comparisons; between
+        passes."""
+        self._most_arena_bytes = min(most_bytes, self._source.total_bytes())
+        self._resize_arena(self._executor.scratch_bytes)
+
+    @contextmanager
+    def prompt(self, rows: int) -> Iterator[None]:
+        """While it is open, scratch for passes of up to so many rows is kept once it is there, also by other sessions'
+        steps. Afterwards the next step gives it to the arena."""
+        self._open_prompts.append(rows)
+        try:
+            yield
+        finally:
+            self._open_prompts.remove(rows)
+
+    def _fit_scratch(self, rows: int, is_step: bool) -> None:
+        """Scratch for a pass of so many rows. What a step does not need of it is the arena's; but a prompt that needs
+        less than the one before it moves nothing."""
+        is_step = is_step and not self._open_prompts
+        rows = max([rows, *self._open_prompts])
+        need = self._scratch_bytes[bisect_left(self._rows, rows)]
+        have = self._executor.scratch_bytes
+        if need > have or (is_step and need < have):
+            if need > have:
+                self._resize_arena(need)  # gives back first what scratch will take
+            self._executor.resize_scratch(rows)
+            self._resize_arena(need)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -285,10 +365,10 @@ class Engine:
             self.check_open()
             self._future = passes
             for _ in range(lookahead):
-                if not self._before_pass():
+                if not self._expect_pass():
                     break
 
-    def _before_pass(self) -> bool:
+    def _expect_pass(self) -> bool:
         """Tells the policy of one more pass, if one was foreseen, and gives slots back if the process has grown."""
         ids_of_layers = next(self._future, None)
         for layer, ids in enumerate(ids_of_layers or ()):
@@ -296,12 +376,17 @@ class Engine:
         self.guard_budget()
         return ids_of_layers is not None
 
+    def _before_pass(self, rows: int, is_step: bool) -> None:
+        self._fit_scratch(rows, is_step)
+        self._expect_pass()
+
     def guard_budget(self) -> None:
         """Gives slots back if the process has grown towards the budget since the arena was sized."""
         over = machine.rss_bytes() + DRIFT_MARGIN_BYTES - self.plan.budget_bytes
         if over > 0:
-            lower = self.experts.arena_bytes - over - DRIFT_MARGIN_BYTES
-            self.experts.resize(max(self._smallest_arena, lower))
+            lower = max(self._smallest_arena, self.experts.arena_bytes - over - DRIFT_MARGIN_BYTES)
+            self._shared_bytes = lower + self._executor.scratch_bytes
+            self.experts.resize(lower)
 
     def run_pass(
         self,
@@ -324,7 +409,7 @@ class Engine:
 
         Fills logits [len(out_rows), vocab_size], or log_probs [len(out_rows)] with those of targets, and `routing`
         (ids, weights, scores), if given. stream: the pass is a prompt's, and whether its first; None: it is none."""
-        self._before_pass()
+        self._before_pass(len(tokens), stream is None)
         ids, weights, scores = routing or (None, None, None)
         before, start = self.counters(), time.perf_counter()
         self._executor.run(
@@ -448,7 +533,7 @@ class Session:
         self._check(tokens)
         rows = self.engine.max_rows
         chunks = [tokens[i : i + rows] for i in range(0, len(tokens), rows)]
-        with self._all_or_nothing():
+        with self._all_or_nothing(), self.engine.prompt(len(chunks[0])):
             for i, chunk in enumerate(chunks[:-1]):
                 progress(i * rows, len(tokens))
                 self._pass(chunk, [], self._logits[:0], self.prefill_figures, stream=(i == 0))
@@ -483,8 +568,9 @@ class Session:
         if len(tokens) < 2:
             raise HeadraceError(f"a text of {len(tokens)} tokens: give at least two, the first has no probability")
         self._check(tokens[:-1])
-        rows, log_probs = self.engine.max_rows, np.empty(len(tokens) - 1, np.float32)
-        with self._all_or_nothing():
+        log_probs = np.empty(len(tokens) - 1, np.float32)
+        rows = min(self.engine.max_rows, len(log_probs))
+        with self._all_or_nothing(), self.engine.prompt(rows):
             for i in range(0, len(log_probs), rows):
                 part = log_probs[i : i + rows]
                 self._pass(

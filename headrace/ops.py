@@ -112,6 +112,7 @@ OPS: dict[str, Op] = {
             "scale": float,
         },
         _same_as_first,
+        in_place=True,
         state="kv",
     ),
     "add": Op(7, ("a", "b"), (), ("y",), {}, _same_as_first, in_place=True),

@@ -16,7 +16,7 @@ import numpy as np
 from headrace import _core
 from headrace.engine import Engine, EngineOptions, Figures, make_plan
 from headrace.errors import HeadraceError
-from headrace.experts.plan import MAX_SCRATCH_SHARE
+from headrace.experts.plan import EFFICIENT_ROWS
 from headrace.formats.checkpoint import Checkpoint
 
 TILE = 16  # positions that a state's memory is divided by
@@ -110,11 +110,11 @@ def scoring_options(checkpoint: Checkpoint, items: list[Item], options: EngineOp
     wanted = max(least, sum(s.positions for item in items for s in item))
     options = replace(options, sessions=0, scoring_positions=least, prompt_rows=rows)
     if wanted > least:
-        plan = make_plan(checkpoint, options)
+        plan = make_plan(checkpoint, replace(options, prompt_rows=min(rows, EFFICIENT_ROWS)))
         spare_bytes = plan.arena_bytes // 2
         if plan.arena_bytes == plan.expert_bytes:
             free_bytes = plan.budget_bytes - plan.other_bytes - plan.expert_bytes
-            spare_bytes = max(free_bytes, int(plan.arena_bytes * MAX_SCRATCH_SHARE))
+            spare_bytes = max(free_bytes, plan.arena_bytes // 8)
         positions = min(wanted, least + spare_bytes * least // plan.state_bytes // TILE * TILE)
         max_rows = make_plan(checkpoint, replace(options, scoring_positions=positions)).max_rows
         for_rows = least + math.ceil(wanted / rows * max_rows / TILE) * TILE  # more would lie idle

@@ -85,7 +85,7 @@ def main() -> None:
     options["memory_bytes"] = budget_bytes(request, checkpoint, options)
     with Engine(checkpoint, EngineOptions(**options)) as engine:
         if request.get("arena_records"):
-            engine.experts.resize(request["arena_records"] * engine._smallest_arena)
+            engine.limit_arena(request["arena_records"] * engine._smallest_arena)
         arena_at_start = engine.experts.arena_bytes
         hashes = [
             split_hash(engine, tokens, lengths, request.get("per_slot", False)) for lengths in request.get("splits", [])
@@ -100,6 +100,8 @@ def main() -> None:
             "arena_bytes_at_end": engine.experts.arena_bytes,
             "expert_bytes": engine._source.total_bytes(),
             "largest_record_bytes": engine._smallest_arena,
+            "max_rows": engine.max_rows,
+            "scratch_bytes_at_end": engine._executor.scratch_bytes,
             "counters": engine.counters(),
             "hashes": hashes,
             "greedy_ids": greedy_ids,

@@ -652,7 +652,7 @@ def test_read_error_in_the_middle_of_generation(store, tmp_path):
     copy = tmp_path / "copy.store"
     shutil.copytree(store, copy)
     with Engine(open_checkpoint(copy), EngineOptions(context=64)) as engine:
-        engine.experts.resize(engine._smallest_arena)
+        engine.limit_arena(engine._smallest_arena)
         session = engine.session()
         logits = session.prefill([1, 2, 3])
         length = session.length

@@ -16,6 +16,8 @@ from headrace import _core
 from headrace.engine import Engine, EngineOptions
 from headrace.errors import HeadraceError
 from headrace.formats import open_checkpoint
+from headrace.models.families import build_graph
+from headrace.program import compile_graph
 
 SPEC = OLMOE.but(num_hidden_layers=3, vocab_size=50)
 PROMPTS = [np.random.default_rng(i).integers(0, SPEC.vocab_size, 5 + 7 * i).tolist() for i in range(4)]
@@ -131,6 +133,8 @@ def test_a_prompt_that_fails_in_its_second_pass_leaves_nothing(gguf, expected, m
         run, calls = engine._executor.run, []
 
         class Failing:
+            scratch_bytes = engine._executor.scratch_bytes
+
             def run(self, *args: object, **kwargs: object) -> None:
                 calls.append(1)
                 if len(calls) == 2:
@@ -144,6 +148,43 @@ def test_a_prompt_that_fails_in_its_second_pass_leaves_nothing(gguf, expected, m
                 call(PROMPTS[2])
             assert session.length == 0
         assert np.array_equal(session.prefill(PROMPTS[2]), expected[2])
+
+
+def test_scratch_is_as_large_as_the_passes_at_hand(gguf, expected):
+    with load(gguf, sessions=2, prompt_rows=64) as engine:
+        steps, prompts = (compiled.scratch_bytes for compiled in (_program(engine, 8), engine.program))
+        page = 4096
+        small, large = (-(-n // page) * page for n in (steps, prompts))
+        assert small < large
+        first, second = engine.session(), engine.session()
+
+        def scratch() -> int:
+            return engine._executor.scratch_bytes
+
+        assert np.array_equal(first.prefill(PROMPTS[3]), expected[3])
+        assert scratch() == large
+        logits = first.step(1).copy()
+        assert scratch() == small
+        with pytest.raises(HeadraceError, match="scratch"):
+            tokens, sequences, none = np.zeros(9, np.int32), np.zeros(9, np.uint32), np.zeros(0, np.uint32)
+            engine._executor.run(tokens, sequences, [second._state], none, second._logits[:0])
+        assert np.array_equal(second.prefill(PROMPTS[3]), expected[3])
+        assert scratch() == large
+        # Steps beside a prompt that is under way leave it its scratch, a prompt of few tokens alone too.
+        with engine.prompt(20):
+            assert np.array_equal(second.step(1), logits)
+        first.rollback(0)
+        assert np.array_equal(first.prefill(PROMPTS[0]), expected[0])
+        assert scratch() == large
+        first.step(1)
+        assert scratch() == small
+        first.rollback(0)
+        assert np.array_equal(first.prefill(PROMPTS[0]), expected[0])
+        assert scratch() == small
+
+
+def _program(engine, rows):
+    return compile_graph(build_graph(engine.checkpoint, route_capacity=rows * SPEC.num_experts_per_tok), rows)
 
 
 def test_interrupts_in_the_middle_leave_a_session_as_it_was(gguf, expected):

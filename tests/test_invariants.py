@@ -161,6 +161,42 @@ def test_budget_holds_over_2000_tokens_and_two_prompts(budget):
     assert run["arena_bytes_at_end"] >= 0.9 * run["arena_bytes"] - (1 << 20)
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Path:
+    """Some 50 MB of experts, and as much scratch for 8,192 rows."""
+    spec = checkpoints.QWEN3.but(
+        hidden_size=256,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        num_experts=64,
+        moe_intermediate_size=512,
+        max_position_embeddings=16384,
+    )
+    gguf = tmp_path_factory.mktemp("wide") / "model.gguf"
+    checkpoints.write_gguf(gguf, spec, checkpoints.random_weights(spec), dtype="Q8_0")
+    return gguf
+
+
+@pytest.mark.parametrize(
+    ("rows", "budget", "max_rows"), [(4096, 0.4, 4096), (8192, 0.6, 8192), (9000, 0.5, 4500), (8192, "resident", 8192)]
+)
+def test_budget_holds_in_passes_of_thousands_of_rows(wide, rows, budget, max_rows):
+    """Also in a cgroup of it. What only they need is the arena's afterwards, whatever comes in turn."""
+    prompts = [random_tokens(rows, 64, 1), random_tokens(600, 64, 2), random_tokens(rows // 2, 64, 3)]
+    run = child({"model": str(wide), "budget": budget, "prompts": prompts, "generate": 20})
+    assert run["max_rows"] == max_rows
+    assert run["scratch_bytes_at_end"] < 1 << 20
+    if budget == "resident":
+        assert run["arena_bytes"] == run["arena_bytes_at_end"] == run["expert_bytes"]
+    else:
+        assert run["arena_bytes_at_end"] > run["arena_bytes"] + max_rows * 2048
+    if budget == 0.6:
+        limit = run["budget_bytes"]
+        request = {"model": str(wide), "budget": limit, "prompts": prompts, "generate": 20}
+        assert child(request, prefix=[*MEMCAP, str(limit)])["greedy_ids"] == run["greedy_ids"]
+
+
 @pytest.mark.parametrize("threads", [1, 200])
 def test_smallest_budget_counts_what_each_thread_takes(tmp_path, threads):
     """Wide heads, so that attention's buffers of a thread are larger than its stack."""

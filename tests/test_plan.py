@@ -17,6 +17,9 @@ NEEDS = Needs(
     largest_record_bytes=3 * MIB + 4096,
     expert_bytes=1024 * (3 * MIB + 4096),
     scratch_bytes=lambda rows: rows * 60_000 + 10_000,
+    buffer_bytes=lambda rows: rows * 200,
+    stream_bytes=20 * (3 * MIB + 4096),
+    step_rows=8,
 )
 READINGS = Readings(60 * MIB, 70 * MIB, 16 * GIB, 16 * GIB)
 
@@ -59,12 +62,60 @@ def test_a_peak_that_already_happened_counts():
         plan(600 * MIB, Readings(60 * MIB, 601 * MIB, 16 * GIB, 16 * GIB))
 
 
-def test_larger_budgets_never_give_smaller_arenas_or_shorter_passes():
-    plans = [plan(b * MIB) for b in range(480, 4000, 37)]
+def passes(p, prompt_rows):
+    return -(-prompt_rows // p.max_rows)
+
+
+@pytest.mark.parametrize("prompt_rows", [1, 40, 512, 4096, 4097, 20_000])
+def test_larger_budgets_never_give_more_passes_or_less_to_decoding(prompt_rows):
+    plans = [plan(b * MIB, prompt_rows=prompt_rows) for b in range(480, 5000, 37)]
     for a, b in pairwise(plans):
-        assert b.max_rows >= a.max_rows
-        # A longer pass may take from the arena, never more than the share that scratch may have.
-        assert b.arena_bytes >= a.arena_bytes * 0.85
+        assert b.step_arena_bytes >= a.step_arena_bytes - MIB
+        # More passes only where all experts fit beside them; then nothing is read twice.
+        assert passes(b, prompt_rows) <= passes(a, prompt_rows) or b.arena_bytes == b.expert_bytes > a.arena_bytes
+    assert plans[-1].arena_bytes == NEEDS.expert_bytes
+    assert plans[-1].max_rows == -(-prompt_rows // -(-prompt_rows // 8192))
+
+
+def left_for_both(p):
+    """What passes and arena share."""
+    return p.budget_bytes - p.other_bytes + p.scratch_bytes + p.buffer_bytes
+
+
+@pytest.mark.parametrize("prompt_rows", [100, 4096, 9000])
+@pytest.mark.parametrize("budget", range(480, 4400, 230))
+def test_prompts_take_the_fewest_passes_that_leave_enough_to_read_ahead(budget, prompt_rows):
+    p = plan(budget * MIB, prompt_rows=prompt_rows)
+    assert parts(p) <= p.budget_bytes
+    least = min(NEEDS.stream_bytes, left_for_both(p) // 2)
+    assert p.max_rows <= 8 or p.arena_bytes >= min(least, NEEDS.expert_bytes) * 0.99
+    fewer = passes(p, prompt_rows) - 1
+    if fewer < -(-prompt_rows // 8192):
+        return
+    rows = -(-prompt_rows // fewer)
+    rest = left_for_both(p) - NEEDS.scratch_bytes(rows) - NEEDS.buffer_bytes(rows)
+    if p.arena_bytes == NEEDS.expert_bytes:
+        assert rest < NEEDS.expert_bytes * 1.01 and p.max_rows >= min(256, prompt_rows)
+    else:
+        assert rest < least * 1.01
+
+
+def test_smallest_budget_has_the_shortest_passes_and_one_expert():
+    for prompt_rows in (8, 512, 8192):
+        with pytest.raises(HeadraceError) as error:
+            plan(100 * MIB, prompt_rows=prompt_rows)
+        p = plan(int(str(error.value).split("--memory ")[1].split("MiB")[0]) * MIB, prompt_rows=prompt_rows)
+        # The named budget is rounded up, and allows for a process that has grown.
+        assert p.max_rows <= 8 + 2 * 3 * MIB // 60_000 and p.arena_bytes < 3 * NEEDS.largest_record_bytes
+
+
+def test_steps_have_what_only_prompts_need():
+    p = plan(GIB, prompt_rows=4096)
+    assert p.max_rows == 4096 and p.step_scratch_bytes == NEEDS.scratch_bytes(8)
+    gained = p.step_arena_bytes - p.arena_bytes
+    assert 0 <= p.scratch_bytes - p.step_scratch_bytes - gained < MIB
+    short = plan(GIB, prompt_rows=5)
+    assert (short.step_scratch_bytes, short.step_arena_bytes) == (short.scratch_bytes, short.arena_bytes)
 
 
 def test_default_budget_is_the_least_of_need_memory_and_cgroup():
@@ -80,7 +131,9 @@ def test_default_budget_is_the_least_of_need_memory_and_cgroup():
 def test_passes_are_no_longer_than_the_prompt():
     assert plan(4 * GIB, prompt_rows=40).max_rows == 40
     assert plan(4 * GIB, prompt_rows=1).max_rows == 1
-    assert plan(4 * GIB, prompt_rows=100_000).max_rows == 512
+    assert plan(4 * GIB, prompt_rows=8192).max_rows == 8192
+    assert plan(4 * GIB, prompt_rows=8193).max_rows == 4097
+    assert plan(4 * GIB, prompt_rows=100_000).max_rows == 7693
 
 
 def test_more_than_the_machine_has_is_refused():

@@ -7,6 +7,7 @@ import signal
 import struct
 import subprocess
 import sys
+import textwrap
 import time
 import zlib
 from itertools import pairwise
@@ -92,7 +93,7 @@ def test_a_replay_counts_what_the_run_counted(models, tmp_path, kind, policy, sl
         _core.delay_reads(delay_us)
         try:
             with load(models[kind], policy, max_rows=12, record_routing=True) as engine:
-                engine.experts.resize(slots * engine._smallest_arena)
+                engine.limit_arena(slots * engine._smallest_arena)
                 runs.append(recorded(path, engine))
         finally:
             _core.delay_reads(0)
@@ -105,7 +106,7 @@ def test_a_replay_counts_what_the_run_counted(models, tmp_path, kind, policy, sl
     assert (counters["evictions"] > 0) == (slots < 48) and counters["prefetches"] > 0
     # Recording changes nothing.
     with load(models[kind], policy, max_rows=12) as engine:
-        engine.experts.resize(slots * engine._smallest_arena)
+        engine.limit_arena(slots * engine._smallest_arena)
         assert converse(engine.session()) == runs[0][0]
         now = engine.counters()
         assert sum(now[name] for name in USES) == sum(counters[name] for name in USES)
@@ -121,7 +122,7 @@ def test_streamed_prompts_replay_whatever_the_pipeline(models, tmp_path, pipelin
     _core.delay_reads(900)
     try:
         with load(models["store"], "lru", pipeline=pipeline, record_routing=True) as engine:
-            engine.experts.resize(slots * engine._smallest_arena)
+            engine.limit_arena(slots * engine._smallest_arena)
             logits, counters = recorded(path, engine)
     finally:
         _core.delay_reads(0)
@@ -141,7 +142,7 @@ def test_prefetches_replay(models, tmp_path, recall, slots):
     _core.delay_reads(600)
     try:
         with load(models["store"], "lfu", oracle_recall=recall, record_routing=True, max_rows=16) as engine:
-            engine.experts.resize(slots * engine._smallest_arena)
+            engine.limit_arena(slots * engine._smallest_arena)
             engine.foresee(future_passes(routes, 20, 40, 16), 1)
             with Recorder(path, engine, identify(engine.checkpoint)) as recorder:
                 session = engine.session(replay=routes, observe=recorder.observe)
@@ -149,7 +150,7 @@ def test_prefetches_replay(models, tmp_path, recall, slots):
                 for i, token in enumerate([*TOKENS[20:], *TOKENS[:19]][:40]):
                     session.step(token)
                     if i == 20:
-                        engine.experts.resize((slots + 2) * engine._smallest_arena)
+                        engine.limit_arena((slots + 2) * engine._smallest_arena)
                 counters = session.decode_figures.counters
                 total = recorder.counters
     finally:
@@ -173,7 +174,7 @@ def test_arenas_that_are_lowered_in_the_middle(models, tmp_path, policy):
                 def guard() -> None:
                     nonlocal passes
                     if passes in sizes:
-                        engine.experts.resize(sizes[passes] * engine._smallest_arena)
+                        engine.limit_arena(sizes[passes] * engine._smallest_arena)
                     passes += 1
 
                 engine.guard_budget = guard
@@ -186,8 +187,9 @@ def test_arenas_that_are_lowered_in_the_middle(models, tmp_path, policy):
     assert replay.arena_bytes == [n * engine._smallest_arena for n in sizes.values()]
 
 
-def test_the_guard_itself(tmp_path):
-    """A process that grows towards its budget, as a leak would make it: engine_child.py's drift, recorded."""
+def recorded_on_tiny(path: Path, prompt_rows: int, share: float, converse: str) -> list[int]:
+    """Records in a process of its own, with a budget that leaves room for a share of the experts, and replays.
+    converse: lines that use `session`. Returns the arena's sizes."""
     script = (
         f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
         "from test_recorded_run import *\n"
@@ -195,16 +197,13 @@ def test_the_guard_itself(tmp_path):
         "from headrace import machine\n"
         "from headrace.engine import make_plan\n"
         "checkpoint = open_model('tiny')\n"
-        "options = dict(context=64, num_threads=2, prompt_rows=8, record_routing=True)\n"
+        f"options = dict(context=256, num_threads=2, prompt_rows={prompt_rows}, record_routing=True)\n"
         "plan = make_plan(checkpoint, EngineOptions(**options))\n"
-        "options['memory_bytes'] = plan.minimum_bytes + plan.expert_bytes * 8 // 10\n"
+        f"options['memory_bytes'] = plan.minimum_bytes + int(plan.expert_bytes * {share})\n"
         "with Engine(checkpoint, EngineOptions(**options)) as engine:\n"
-        f"    with Recorder(Path({str(tmp_path / 't.trace')!r}), engine, identify(checkpoint)) as recorder:\n"
-        "        session, held = engine.session(observe=recorder.observe), []\n"
-        "        session.prefill(TOKENS[:8])\n"
-        "        for i in range(50):\n"
-        "            held.append(bytes([1]) * (1 << 18))\n"
-        "            session.step(i)\n"
+        f"    with Recorder(Path({str(path)!r}), engine, identify(checkpoint)) as recorder:\n"
+        "        session = engine.session(observe=recorder.observe)\n"
+        f"{textwrap.indent(converse, ' ' * 8)}"
         "    counters = engine.counters()\n"
         "    print(json.dumps([counters, machine.peak_rss_bytes(), engine.plan.budget_bytes]))\n"
     )
@@ -212,9 +211,39 @@ def test_the_guard_itself(tmp_path):
     assert done.returncode == 0, done.stderr
     counters, peak, budget = json.loads(done.stdout)
     assert peak <= budget
-    replay = replay_run(opened(tmp_path / "t.trace"))
+    replay = replay_run(opened(path))
     assert replay.counters == {name: counters[name] for name in COUNTERS}
-    assert len(replay.arena_bytes) > 2 and replay.arena_bytes == sorted(replay.arena_bytes, reverse=True)
+    return replay.arena_bytes
+
+
+def test_the_guard_itself(tmp_path):
+    """A process that grows towards its budget, as a leak would make it: engine_child.py's drift, recorded."""
+    sizes = recorded_on_tiny(
+        tmp_path / "t.trace",
+        8,
+        0.8,
+        "held = []\n"
+        "session.prefill(TOKENS[:8])\n"
+        "for i in range(50):\n"
+        "    held.append(bytes([1]) * (1 << 18))\n"
+        "    session.step(i)\n",
+    )
+    assert len(sizes) > 2 and sizes == sorted(sizes, reverse=True)
+
+
+def test_prompts_that_borrow_from_the_arena(tmp_path):
+    sizes = recorded_on_tiny(
+        tmp_path / "t.trace",
+        200,
+        0.5,
+        "for prompt in (TOKENS * 5)[:200], TOKENS[:5], TOKENS[:30]:\n"
+        "    session.prefill(prompt)\n"
+        "    for i in range(20):\n"
+        "        session.step(i)\n"
+        "    session.rollback(0)\n",
+    )
+    # The prompt of five tokens needs no more than a step.
+    assert len(sizes) == 4 and sizes[0] == sizes[2] < sizes[1] == sizes[3]
 
 
 # ---- the command

@@ -44,7 +44,7 @@ def gguf(tmp_path_factory) -> Path:
 def load(gguf: Path, one_expert: bool = False, **options) -> Engine:
     engine = Engine(open_checkpoint(gguf), EngineOptions(**{"context": 512, "num_threads": 2, **options}))
     if one_expert:
-        engine.experts.resize(engine._smallest_arena)
+        engine.limit_arena(engine._smallest_arena)
     return engine
 
 

@@ -340,7 +340,7 @@ def test_the_simulator_counts_what_the_engine_did(store, policy, slots):
         _core.delay_reads(delay_us)
         try:
             with load(store, policy, record_routing=True, max_out_rows=4) as engine:
-                engine.experts.resize(slots * engine._smallest_arena)
+                engine.limit_arena(slots * engine._smallest_arena)
                 session = engine.session(observe=lambda routing, seen=seen: seen.append(routing.ids.copy()))
                 session.verify(TOKENS[:12])  # streamed passes depend on when reads land: test_recorded_run.py
                 for token in TOKENS[12:30]:
@@ -366,7 +366,7 @@ def test_the_oracle_in_the_engine_is_that_of_the_simulator(store, tmp_path, poli
     _core.delay_reads(500)
     try:
         with load(store, choice.native, max_out_rows=8) as engine:
-            engine.experts.resize(slots * engine._smallest_arena)
+            engine.limit_arena(slots * engine._smallest_arena)
             ends = [(0, 8), (8, 16), (16, 20), *((i, i + 1) for i in range(20, 30))]
             passes = [replay.rows(first, end - first) for first, end in ends]
             engine.foresee(([np.unique(layer) for layer in routes] for routes in passes), choice.lookahead)

@@ -215,11 +215,22 @@ void init_executor(nb::module_& m) {
       .def(
           "__init__",
           [](Executor* self, const Program& program, const Weights& weights, ExpertMemory* experts,
-             uint32_t num_threads) { new (self) Executor(program, weights, experts, num_threads); },
-          "program"_a, "weights"_a, "experts"_a.none(), "num_threads"_a, nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
-          "num_threads counts the caller. Commits the program's scratch.")
+             uint32_t num_threads, const std::vector<Program>& shorter) {
+            new (self) Executor(program, weights, experts, num_threads, shorter);
+          },
+          "program"_a, "weights"_a, "experts"_a.none(), "num_threads"_a, "shorter"_a = std::vector<Program>(),
+          nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+          "num_threads counts the caller. Commits the program's scratch. shorter: the same graph compiled for fewer "
+          "rows, ascending; a pass runs the first program that has room for it.")
       .def_static("overhead_bytes", &Executor::overhead_bytes, "program"_a, "num_threads"_a,
-                  "Bytes that such an executor commits beside the program's scratch and its threads' stacks.")
+                  "Bytes that such an executor commits beside scratch, buffer_bytes() and its threads' stacks.")
+      .def_static("buffer_bytes", &Executor::buffer_bytes, "program"_a, "max_rows"_a,
+                  "Bytes that an executor for passes of up to max_rows rows keeps beside scratch.")
+      .def("resize_scratch", &Executor::resize_scratch, "rows"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Commits the scratch that passes of up to `rows` rows need and gives back the rest; larger passes are "
+           "refused until it is called again. HeadraceError if the system has no memory: nothing has changed.")
+      .def_prop_ro("scratch_bytes", &Executor::scratch_bytes, nb::call_guard<nb::gil_scoped_release>(),
+                   "Scratch that is committed now.")
       .def(
           "run", &run_pass, "tokens"_a.noconvert(), "sequences"_a.noconvert(), "states"_a, "out_rows"_a.noconvert(),
           "logits"_a.noconvert().none(), "cancel"_a.none() = nb::none(), "routes"_a.noconvert().none() = nb::none(),

@@ -116,11 +116,44 @@ class DefaultFloatMode {
   std::fenv_t before_;
 };
 
+// A program and its ops in order: one each, or linears of one x.
+struct Replay {
+  Program program;
+  std::vector<std::span<const OpInfo>> jobs;
+
+  explicit Replay(Program parsed) : program(std::move(parsed)) {
+    for (size_t i = 0; i < program.ops.size(); i += jobs.back().size()) {
+      const std::span<const OpInfo> linears = linears_from(program, i);
+      jobs.push_back(linears.empty() ? std::span(&program.ops[i], 1) : linears);
+    }
+  }
+};
+
+// Programs of one graph share weights, states and logits.
+void check_shorter(const Program& shorter, const Program& longer) {
+  const auto same_weight = [](const WeightInfo& a, const WeightInfo& b) {
+    return a.role == b.role && a.dtype == b.dtype && a.rows == b.rows && a.cols == b.cols;
+  };
+  const auto same_state = [](const StateInfo& a, const StateInfo& b) {
+    return a.kind == b.kind && a.num_heads == b.num_heads && a.head_dim == b.head_dim;
+  };
+  if (!std::ranges::equal(shorter.weights, longer.weights, same_weight) ||
+      !std::ranges::equal(shorter.states, longer.states, same_state) ||
+      shorter.values[shorter.logits].width != longer.values[longer.logits].width ||
+      (shorter.log_probs == kNoValue) != (longer.log_probs == kNoValue))
+    throw Error("executor: the program for " + str(shorter.max_rows) + " rows is of another model than that for " +
+                str(longer.max_rows));
+  if (shorter.max_rows >= longer.max_rows || shorter.scratch_bytes > longer.scratch_bytes)
+    throw Error("executor: expected programs for ever more rows, found one for " + str(shorter.max_rows) +
+                " rows and " + str(shorter.scratch_bytes) + " bytes of scratch before one for " + str(longer.max_rows) +
+                " rows and " + str(longer.scratch_bytes));
+}
+
 }  // namespace
 
 struct Executor::Impl {
-  const Program program;
-  std::vector<std::span<const OpInfo>> jobs;  // program.ops in order: one each, or linears of one x
+  const std::vector<Replay> replays;  // by rows, ascending
+  const Program& program;             // the last of them
   const Weights& weights;
   ExpertMemory* experts;
   const Kernels& kernels;
@@ -133,25 +166,40 @@ struct Executor::Impl {
   std::array<std::atomic<uint64_t>, kNumOps> op_ns{};
   std::mutex mutex;  // one pass at a time
 
-  Impl(Program parsed, const Weights& w, ExpertMemory* e, uint32_t num_threads)
-      : program(std::move(parsed)),
+  static std::vector<Replay> make_replays(Program program, std::vector<Program> shorter) {
+    shorter.push_back(std::move(program));
+    for (size_t i = 1; i < shorter.size(); ++i) check_shorter(shorter[i - 1], shorter[i]);
+    std::vector<Replay> replays;
+    replays.reserve(shorter.size());  // jobs point into programs
+    for (Program& p : shorter) replays.emplace_back(std::move(p));
+    return replays;
+  }
+
+  Impl(Program parsed, const Weights& w, ExpertMemory* e, uint32_t num_threads, std::vector<Program> shorter)
+      : replays(make_replays(std::move(parsed), std::move(shorter))),
+        program(replays.back().program),
         weights(w),
         experts(e),
         kernels(headrace::kernels()),
         pool(num_threads),
         scratch(program.scratch_bytes) {
     weights.check_complete();
-    check_experts(program, experts);
-    size_attention_buffers(program, num_threads, buffers);
-    size_expert_buffers(program, buffers);
+    for (const Replay& replay : replays) {
+      check_experts(replay.program, experts);
+      size_attention_buffers(replay.program, num_threads, buffers);
+      size_expert_buffers(replay.program, buffers);
+    }
     size_output_buffers(program, num_threads, buffers);
     buffers.order.reserve(program.max_rows);
     positions.reserve(program.max_rows);
-    for (size_t i = 0; i < program.ops.size(); i += jobs.back().size()) {
-      const std::span<const OpInfo> linears = linears_from(program, i);
-      jobs.push_back(linears.empty() ? std::span(&program.ops[i], 1) : linears);
-    }
     scratch.commit();
+  }
+
+  // The shortest program that has room, else the longest.
+  const Replay& replay_for(size_t rows, size_t logit_rows) const {
+    return *std::ranges::find_if(replays, [&](const Replay& r) {
+      return &r == &replays.back() || (rows <= r.program.max_rows && logit_rows <= r.program.max_out_rows);
+    });
   }
 
   // The i-th row of a sequence continues its state at length() + i.
@@ -201,6 +249,10 @@ struct Executor::Impl {
     check_routing(program, pass);
     assign_positions(pass);
     stopping = false;
+    const Replay& replay = replay_for(pass.tokens.size(), pass.targets.empty() ? pass.out_rows.size() : 0);
+    if (replay.program.scratch_bytes > scratch.committed_bytes())
+      throw Error("pass: " + str(pass.tokens.size()) + " rows need " + str(replay.program.scratch_bytes) +
+                  " bytes of scratch, found " + str(scratch.committed_bytes()) + "; call resize_scratch() first");
     struct EndStream {
       ExpertMemory* experts;
       ~EndStream() {
@@ -211,8 +263,9 @@ struct Executor::Impl {
       experts->begin_stream(pass.stream->options, layers_to_read_early(pass), pass.stream->is_first);
       end_stream.experts = experts;
     }
-    const PassContext ctx{program, weights, experts, kernels, pool, scratch.data(), buffers, pass, positions, stopping};
-    for (const std::span<const OpInfo> ops : jobs) {
+    const PassContext ctx{replay.program, weights, experts, kernels,   pool,
+                          scratch.data(), buffers, pass,    positions, stopping};
+    for (const std::span<const OpInfo> ops : replay.jobs) {
       ctx.poll();
       const auto start = std::chrono::steady_clock::now();
       run_ops(ctx, ops);
@@ -221,21 +274,36 @@ struct Executor::Impl {
           static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
     }
     const bool is_scored = !pass.targets.empty();
-    const uint32_t end = is_scored ? program.log_probs : program.logits;
+    const uint32_t end = is_scored ? replay.program.log_probs : replay.program.logits;
     const float* from = ctx.f32(end);
-    std::copy_n(from, ctx.num_rows(end) * program.values[end].width, is_scored ? pass.log_probs : pass.logits);
+    std::copy_n(from, ctx.num_rows(end) * replay.program.values[end].width, is_scored ? pass.log_probs : pass.logits);
     // Nothing below throws: only a whole pass counts.
     for (size_t i = 0; i < pass.states.size(); ++i) pass.states[i]->append(lengths[i] - pass.states[i]->length());
   }
 };
 
-Executor::Executor(Program program, const Weights& weights, ExpertMemory* experts, uint32_t num_threads)
-    : impl_(std::make_unique<Impl>(std::move(program), weights, experts, num_threads)) {}
+Executor::Executor(Program program, const Weights& weights, ExpertMemory* experts, uint32_t num_threads,
+                   std::vector<Program> shorter)
+    : impl_(std::make_unique<Impl>(std::move(program), weights, experts, num_threads, std::move(shorter))) {}
 
 Executor::~Executor() = default;
 
 uint64_t Executor::overhead_bytes(const Program& program, uint32_t num_threads) {
   return attention_buffer_bytes(program, num_threads) + output_buffer_bytes(program, num_threads);
+}
+
+uint64_t Executor::buffer_bytes(const Program& program, uint32_t max_rows) {
+  return max_rows * (sizeof(uint32_t) * 3) + expert_buffer_bytes(program, max_rows);  // positions, order, chunks
+}
+
+void Executor::resize_scratch(uint32_t rows) {
+  std::lock_guard lock(impl_->mutex);
+  impl_->scratch.commit(impl_->replay_for(rows, 0).program.scratch_bytes);
+}
+
+uint64_t Executor::scratch_bytes() const {
+  std::lock_guard lock(impl_->mutex);
+  return impl_->scratch.committed_bytes();
 }
 
 void Executor::run(const Pass& pass) {

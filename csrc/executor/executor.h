@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "executor/program.h"
 #include "executor/state.h"
@@ -56,11 +57,20 @@ struct Pass {
 class Executor {
  public:
   // weights and experts outlive the executor. Scratch is mapped and committed here. kernels: by HEADRACE_ISA.
-  Executor(Program program, const Weights& weights, ExpertMemory* experts, uint32_t num_threads);
+  // shorter: the same graph compiled for fewer rows, ascending. A pass runs the first program that has room for it.
+  Executor(Program program, const Weights& weights, ExpertMemory* experts, uint32_t num_threads,
+           std::vector<Program> shorter = {});
   ~Executor();
 
-  // What an executor of so many threads commits beside Program::scratch_bytes and its threads' stacks.
+  // What an executor of so many threads commits beside Program::scratch_bytes, buffer_bytes and its threads' stacks.
   static uint64_t overhead_bytes(const Program& program, uint32_t num_threads);
+  // What an executor keeps for passes of up to so many rows beside scratch.
+  static uint64_t buffer_bytes(const Program& program, uint32_t max_rows);
+
+  // Commits the scratch that passes of up to `rows` rows need, and gives back what only larger ones do. Until it is
+  // called again larger passes are refused. On an exception nothing has changed.
+  void resize_scratch(uint32_t rows);
+  uint64_t scratch_bytes() const;  // committed now
 
   // One pass; other callers wait for it. On success every state has grown by its rows. On an exception no state has,
   // and the next pass may run.

@@ -141,8 +141,11 @@ uint64_t attention_buffer_bytes(const Program& program, uint32_t num_threads) {
 }
 
 void size_attention_buffers(const Program& program, uint32_t num_threads, OpBuffers& buffers) {
-  buffers.attention = std::make_unique<Mapping>(attention_buffer_bytes(program, num_threads));
-  buffers.attention->commit();
+  const uint64_t bytes = attention_buffer_bytes(program, num_threads);
+  if (buffers.attention == nullptr || bytes > buffers.attention->size_bytes()) {
+    buffers.attention = std::make_unique<Mapping>(bytes);
+    buffers.attention->commit();
+  }
   buffers.chunks.reserve(program.max_rows + 1);
 }
 

@@ -288,6 +288,14 @@ void check_experts(const Program& program, const ExpertMemory* experts) {
   }
 }
 
+uint64_t expert_buffer_bytes(const Program& program, uint32_t max_rows) {
+  uint64_t top_k = 0;
+  for (const OpInfo& info : program.ops)
+    if (info.code == OpCode::kExperts) top_k = std::max<uint64_t>(top_k, ExpertsOp(program, info).top_k);
+  // A route's row, weight and place; a row's pointers, to it and to its outputs.
+  return max_rows * (top_k * 3 * sizeof(uint32_t) + (1 + kMostLinears) * sizeof(void*));
+}
+
 void size_expert_buffers(const Program& program, OpBuffers& buffers) {
   size_t num_routes = 0, num_places = 0, num_experts = 0;
   for (const OpInfo& info : program.ops) {
@@ -303,14 +311,15 @@ void size_expert_buffers(const Program& program, OpBuffers& buffers) {
   map.num_routes.reserve(num_experts);
   map.first.reserve(num_experts + 1);
   map.next.reserve(num_experts);
-  map.rows.resize(num_routes);
-  map.weights.resize(num_routes);
-  map.route_of.resize(num_routes);
+  const auto grow = [](auto& v, size_t n) { v.resize(std::max(v.size(), n)); };
+  grow(map.rows, num_routes);
+  grow(map.weights, num_routes);
+  grow(map.route_of, num_routes);
   RowPointers& rows = buffers.rows;
-  rows.x.resize(std::max<size_t>(num_places, program.max_rows));
-  rows.y.resize(kMostLinears * program.max_rows);
-  rows.h.resize(num_places);
-  for (std::vector<float*>* v : {&rows.gate, &rows.up, &rows.out}) v->resize(num_places);
+  grow(rows.x, std::max<size_t>(num_places, program.max_rows));
+  grow(rows.y, kMostLinears * program.max_rows);
+  grow(rows.h, num_places);
+  for (std::vector<float*>* v : {&rows.gate, &rows.up, &rows.out}) grow(*v, num_places);
   buffers.jobs.reserve(num_experts);
   buffers.taken.reserve(num_experts);
 }

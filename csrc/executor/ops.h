@@ -107,8 +107,10 @@ void run_output(const PassContext& ctx, const OpInfo& op);  // op_output.cc
 constexpr size_t kMostLinears = 4;
 std::span<const OpInfo> linears_from(const Program& program, size_t first);
 
-// Made with the executor: buffers for the largest pass, and Error if the experts' layers do not fit the program.
+// Made with the executor: buffers for the largest pass, grown for each of its programs, and Error if the experts'
+// layers do not fit the program.
 uint64_t attention_buffer_bytes(const Program& program, uint32_t num_threads);
+uint64_t expert_buffer_bytes(const Program& program, uint32_t max_rows);  // of what grows with the rows
 void size_attention_buffers(const Program& program, uint32_t num_threads, OpBuffers& buffers);
 void size_expert_buffers(const Program& program, OpBuffers& buffers);
 uint64_t output_buffer_bytes(const Program& program, uint32_t num_threads);

@@ -313,7 +313,9 @@ class ShapeCheck {
 };
 
 // The first output of these may lie exactly on the first input, if that is not needed again.
-bool may_run_in_place(OpCode code) { return code == OpCode::kRmsNorm || code == OpCode::kRope || code == OpCode::kAdd; }
+bool may_run_in_place(OpCode code) {
+  return code == OpCode::kRmsNorm || code == OpCode::kRope || code == OpCode::kAttention || code == OpCode::kAdd;
+}
 
 // Every value is written once, before it is read, and while it lives nothing else is written over it.
 void check_buffers(const Program& p) {

@@ -192,6 +192,7 @@ Weights::Weights(const Program& program)
     impl_->offsets.push_back(at);
     at += resident_bytes_of(w);
   }
+  prefer_huge_pages(impl_->memory.data(), impl_->memory.size_bytes());  // loading touches all of it
 }
 
 Weights::~Weights() = default;

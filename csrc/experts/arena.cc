@@ -1,6 +1,5 @@
 #include "experts/arena.h"
 
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -41,8 +40,7 @@ void Arena::grow(uint32_t slot, uint64_t bytes) {
   const uint64_t more = bytes - have;
   prefer_huge_pages(begin, more);
   if (const int error = commit_pages(begin, more)) {
-    prefer_small_pages(begin, more);
-    madvise(begin, more, MADV_DONTNEED);  // some of the pages may have come
+    give_back_pages(begin, more);  // some of them may have come
     throw Error("expert arena: the system refused " + std::to_string(more) + " bytes with " +
                 std::to_string(total_committed_bytes_) + " committed: " + std::strerror(error) +
                 "; use a smaller budget");
@@ -70,8 +68,7 @@ bool Arena::is_committed(uint64_t begin, uint64_t end) const {
 void Arena::trim(uint32_t slot, uint64_t bytes) {
   const uint64_t have = committed_[slot];
   if (bytes >= have) return;
-  prefer_small_pages(this->slot(slot) + bytes, have - bytes);
-  madvise(this->slot(slot) + bytes, have - bytes, MADV_DONTNEED);
+  give_back_pages(this->slot(slot) + bytes, have - bytes);
   committed_[slot] = bytes;
   total_committed_bytes_ -= have - bytes;
 }

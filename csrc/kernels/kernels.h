@@ -86,8 +86,8 @@ struct Kernels {
   // s = scale * (acc = fma(q[d], k[d], acc), d ascending, acc from 0); m' = max(m, block max); c = exp(m - m');
   // p = exp(s - m'), 0 for keys that the row does not see; in 16 lanes l = fma(l, c, (p0 + p1) + (p2 + p3)) over the
   // block's four vectors; acc[d] = acc[d] * c, then fma(p, v[d], acc[d]) for the keys it sees, ascending. In the end
-  // out = acc / lane tree of l. scratch: attend_scratch_floats(n, num_q, head_dim), the caller's; 64-byte alignment
-  // makes it faster.
+  // out = acc / lane tree of l; out[r] may be q[r]. scratch: attend_scratch_floats(n, num_q, head_dim), the caller's;
+  // 64-byte alignment makes it faster.
   void (*attend)(const KeysAndValues& kv, const float* const* q, uint32_t num_q, uint32_t n, uint32_t position,
                  float* const* out, float* scratch);
 

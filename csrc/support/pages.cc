@@ -44,9 +44,11 @@ void prefer_huge_pages(uint8_t* p, uint64_t n) {
   advise(up(begin), down(begin + n), MADV_HUGEPAGE);
 }
 
-void prefer_small_pages(uint8_t* p, uint64_t n) {
+void give_back_pages(uint8_t* p, uint64_t n) {
+  if (n == 0) return;
   const uint64_t begin = reinterpret_cast<uint64_t>(p);
-  if (n > 0) advise(down(begin), up(begin + n), MADV_NOHUGEPAGE);
+  advise(down(begin), up(begin + n), MADV_NOHUGEPAGE);
+  advise(begin, begin + n, MADV_DONTNEED);
 }
 
 void merge_into_huge_page(uint8_t* p) {

@@ -28,8 +28,9 @@ class Reservation {
 
 // Asks for huge pages, where they lie whole inside [p, p + n), when the memory is next touched. A hint.
 void prefer_huge_pages(uint8_t* p, uint64_t n);
-// The opposite, for every huge page that overlaps the range: what is given back in it must not return by itself.
-void prefer_small_pages(uint8_t* p, uint64_t n);
+// Gives the pages of [p, p + n) back, and asks for small ones for every huge page that overlaps the range: nothing of
+// it may return when its neighbours are touched.
+void give_back_pages(uint8_t* p, uint64_t n);
 // Turns the committed huge page at p (aligned) into one, if the system can (Linux 6.1). A hint.
 void merge_into_huge_page(uint8_t* p);
 // Faults in the pages of [p, p + n). Returns 0 or an errno; some pages may have come.

@@ -34,10 +34,11 @@ def inspect(
     context = context or min(DEFAULT_CONTEXT, config.max_position_embeddings)
     plan = make_plan(
         checkpoint,
-        EngineOptions(context=context, memory_bytes=memory_bytes, num_threads=num_threads),
+        EngineOptions(context=context, memory_bytes=memory_bytes, num_threads=num_threads, prompt_rows=context),
     )
     expert_bytes = plan.expert_bytes
-    residency = min(1.0, plan.arena_bytes / expert_bytes)
+    residency = min(1.0, plan.step_arena_bytes / expert_bytes)
+    prompt_residency = min(1.0, plan.arena_bytes / expert_bytes)
     # Distinct experts of one token, all layers: what a step reads if none of them is resident.
     token_bytes = expert_bytes * config.num_experts_per_tok // config.num_experts
     read_bytes = int(token_bytes * (1 - residency))
@@ -60,6 +61,8 @@ def inspect(
         "expert_bytes": expert_bytes,
         "token_expert_bytes": token_bytes,
         "residency": residency,
+        "prompt_residency": prompt_residency,
+        "prompt_passes": -(-context // plan.max_rows),
         "uniform_read_bytes_per_token": read_bytes,
         "plan": plan.as_dict(),
     }
@@ -82,13 +85,21 @@ def inspect(
             f"{format_size(plan.budget_bytes)}; smallest {format_size(plan.minimum_bytes)}, "
             f"everything resident {format_size(plan.resident_bytes)} (context {plan.context})",
         ),
-        ("arena", f"{format_size(plan.arena_bytes)}: {percent(residency)} of the experts resident"),
+        (
+            "arena",
+            f"{format_size(plan.step_arena_bytes)}: {percent(residency)} of the experts resident"
+            + (f"; {percent(prompt_residency)} while a prompt runs" if prompt_residency < residency else ""),
+        ),
         (
             "reads",
             f"about {format_size(read_bytes)} a token if routing were uniform, {read_bytes / DISK_BYTES_PER_S:.2g} s "
             "from a disk of 2 GB/s; real routing repeats experts and reads less",
         ),
-        ("passes", f"up to {count_of(plan.max_rows, 'row')}"),
+        (
+            "passes",
+            f"a prompt of {count_of(context, 'token')} takes {-(-context // plan.max_rows)} of up to "
+            f"{count_of(plan.max_rows, 'row')}",
+        ),
     ]
     for name, line in rows:
         print(f"{name:8} {line}")

@@ -40,6 +40,11 @@ class Pipeline:
     def bank_experts(self) -> int:
         return self.banks * self.group_size
 
+    @property
+    def stream_experts(self) -> int:
+        """What the arena must hold so that reads stay ahead of computing: Q + 1 banks."""
+        return min(self.queue_depth + 1, self.banks) * self.group_size
+
     def settings(self, is_first: bool) -> tuple[int, int, int, bool, bool]:
         """For Executor.run: on demand is a single bank that is filled when it is free."""
         queue_depth, banks = (1, 1) if self.schedule == "on-demand" else (self.queue_depth, self.banks)

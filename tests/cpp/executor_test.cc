@@ -6,6 +6,7 @@
 
 #include "check.h"
 #include "executor/ops.h"
+#include "experts/expert_source.h"
 #include "support/error.h"
 #include "tiny_model.h"
 
@@ -568,6 +569,53 @@ TEST("a failed read ends the pass, changes nothing, and the next pass works") {
     CHECK(same_bits(runner.pass(state, tokens.data(), 8), expected));
     state.rollback(0);
   }
+}
+
+TEST("a pass runs the shortest program that has room, in scratch that is no larger") {
+  TinyModel model({});
+  const std::vector<int32_t> tokens = random_tokens(20, 77, 4);
+  const std::vector<float> expected = model.reference(tokens, kF16);
+  const std::vector<uint32_t> rows = {2, 5, 400};
+  std::vector<Program> programs;
+  for (uint32_t n : rows) programs.push_back(model.program(n, n, 3 * n));
+  const std::unique_ptr<Weights> weights = model.load(programs[2]);
+  ExpertMemory memory(model.source(), {.arena_bytes = 2 * model.largest_record()});
+  Executor executor(programs[2], *weights, &memory, 2, {programs[0], programs[1]});
+  const auto pages = [](uint64_t bytes) { return round_up(bytes, kPage); };
+  CHECK_EQ(executor.scratch_bytes(), pages(programs[2].scratch_bytes));
+
+  // Every size of scratch with every size of pass.
+  for (const uint32_t scratch_rows : {400u, 2u, 5u, 3u, 1u, 20u}) {
+    executor.resize_scratch(scratch_rows);
+    const uint32_t room = *std::ranges::lower_bound(rows, scratch_rows);
+    const size_t i = static_cast<size_t>(std::ranges::find(rows, room) - rows.begin());
+    CHECK_EQ(executor.scratch_bytes(), pages(programs[i].scratch_bytes));
+    for (const uint32_t n : {1u, 2u, 3u, 5u, 6u, 20u}) {
+      SessionState state(programs[0], 20, kF16);
+      std::vector<float> all(20 * 77);
+      SessionState* states[] = {&state};
+      for (uint32_t at = 0; at < 20;) {
+        const uint32_t size = std::min(n, 20 - at);
+        std::vector<uint32_t> sequences(size, 0), out_rows(size);
+        std::iota(out_rows.begin(), out_rows.end(), 0);
+        const Pass pass = {{&tokens[at], size}, sequences, states, out_rows, &all[at * 77], nullptr};
+        if (size > room && pages(programs[i].scratch_bytes) < pages(programs[size > 5 ? 2 : 1].scratch_bytes)) {
+          CHECK_THROWS(Error, "resize_scratch", executor.run(pass));
+          break;
+        }
+        executor.run(pass);
+        at += size;
+        if (at == 20) CHECK(same_bits(all, expected));
+      }
+    }
+  }
+
+  const auto make = [&](std::vector<Program> shorter) { Executor(programs[1], *weights, &memory, 1, shorter); };
+  make({programs[0]});
+  CHECK_THROWS(Error, "ever more rows", make({programs[1]}));
+  CHECK_THROWS(Error, "ever more rows", make({programs[2]}));
+  TinyModel other({.num_layers = 1});
+  CHECK_THROWS(Error, "another model", make({other.program(2, 2, 6)}));
 }
 
 TEST("a pass that does not fit the program is refused before it starts") {

@@ -154,7 +154,7 @@ TEST("a value written over one that is still needed is refused") {
   for (const OpInfo& op : p.ops) {
     if (op.inputs.empty()) continue;
     const uint32_t x = op.inputs[0], y = op.outputs[0];
-    const bool in_place = op.code == OpCode::kRope || op.code == OpCode::kAdd;
+    const bool in_place = op.code == OpCode::kRope || op.code == OpCode::kAttention || op.code == OpCode::kAdd;
     CHECK_EQ(parses(moved(y, p.values[x].offset)), in_place);
     if (p.values[x].offset >= 64) CHECK(!parses(moved(y, p.values[x].offset - 64)));
   }
