@@ -2,6 +2,7 @@
 and against the engine's rule."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -102,8 +103,7 @@ def test_free_pool_differs_when_reads_take_different_times(longest_compute, diff
 def test_sweep_of_banks_is_each_number_of_banks(schedule):
     rng = np.random.default_rng(4)
     for _ in range(100):
-        request = random_request(rng)
-        model = request.model()
+        model = rng.choice([random_request, plain_request])(rng).model()
         depth = int(rng.integers(1, 5))
         sweep = model.sweep_banks(depth, 1, model.num_groups + 2, schedule)
         assert sweep.tolist() == [
@@ -116,7 +116,7 @@ def test_more_banks_and_earlier_reads_never_cost_time_when_every_group_has_route
     for _ in range(100):
         model = plain_request(rng).model()
         sweeps = [model.sweep_banks(3, 3, model.num_groups + 3, schedule) for schedule in SCHEDULES]
-        for early, late in zip(sweeps, sweeps[1:], strict=False):
+        for early, late in pairwise(sweeps):
             assert (early <= late).all()
         assert all((np.diff(sweep) <= 0).all() for sweep in sweeps)
 
@@ -166,6 +166,7 @@ def test_whole_layers_and_single_lanes():
         ({"non_expert_s": [-1.0]}, "times of at least 0 s"),
         ({"after_s": math.inf}, "times of at least 0 s"),
         ({"groups": np.array([[1.0, 1.0, -1.0]])}, "times of at least 0 s"),
+        ({"groups": np.array([[1.0, 1.0, 0.0]])}, "nothing to be read for a group without routes"),
         ({"groups": np.array([[1.0, 2.0, 1.0]])}, "no more to be read with routes"),
     ],
 )

@@ -20,8 +20,10 @@ struct GroupTimes {
 
 }  // namespace
 
-// Of the groups that were read, in the order of their numbers.
+// Of the groups that were read, in the order of their numbers; room for all.
 struct PipelineModel::History {
+  explicit History(size_t num_groups) : read_end_s(num_groups), bank_free_s(num_groups) {}
+
   std::vector<double> read_end_s;   // when its lane is free again: d
   std::vector<double> bank_free_s;  // f
   double last_free_s = 0;           // of the banks of numbers up to j - B
@@ -45,6 +47,7 @@ PipelineModel::PipelineModel(std::vector<ModelLayer> layers, std::vector<ModelGr
   for (const ModelGroup& group : groups_) {
     require(is_time(group.read_s) && is_time(group.routed_read_s) && is_time(group.compute_s), "times of at least 0 s");
     require(group.routed_read_s <= group.read_s, "no more to be read with routes than without");
+    require(group.compute_s > 0 || group.routed_read_s == 0, "nothing to be read for a group without routes");
   }
 }
 
@@ -54,10 +57,9 @@ template <class Record>
 double PipelineModel::run(const ModelSetting& setting, History& history, Record&& record) const {
   if (setting.queue_depth == 0 || setting.banks == 0)
     throw Error("pipeline model: expected at least 1 read and 1 bank");
-  auto& d = history.read_end_s;
-  auto& free = history.bank_free_s;
-  d.clear();
-  free.clear();
+  double* const d = history.read_end_s.data();
+  double* const free = history.bank_free_s.data();
+  size_t j = 0;  // the next number
   history.last_free_s = 0;
   history.waited_for_bank = false;
   double computed_s = 0;  // f of the last group that was computed, or where the layer before was routed
@@ -75,7 +77,6 @@ double PipelineModel::run(const ModelSetting& setting, History& history, Record&
       GroupTimes t;
       double ready_s = 0;
       if (group.read_s > 0) {
-        const size_t j = d.size();
         double a = setting.read_start == ReadStart::kOnDemand ? computed_s : waits ? routed_s : pass_s;
         a = std::max(a, turn_s);
         if (j >= setting.queue_depth) a = std::max(a, d[j - setting.queue_depth]);
@@ -96,14 +97,15 @@ double PipelineModel::run(const ModelSetting& setting, History& history, Record&
         if (group.routed_read_s == 0) turn_s = std::min(a, routed_s);
         if (!std::isnan(t.read_begin_s)) {
           ready_s = t.read_end_s;
-          d.push_back(t.read_end_s);
-          free.push_back(routed_s);
+          d[j] = t.read_end_s;
+          free[j] = routed_s;
+          ++j;
         }
       }
       if (has_routes) {
         t.compute_begin_s = std::max(ready_s, computed_s);
         computed_s = t.compute_end_s = t.compute_begin_s + group.compute_s;
-        if (!std::isnan(t.read_begin_s)) free.back() = computed_s;
+        if (!std::isnan(t.read_begin_s)) free[j - 1] = computed_s;
       }
       record(k, t);
     }
@@ -113,12 +115,19 @@ double PipelineModel::run(const ModelSetting& setting, History& history, Record&
 
 std::vector<double> PipelineModel::sweep_banks(const ModelSetting& setting, uint32_t max_banks) const {
   if (max_banks < setting.banks) throw Error("pipeline model: expected no fewer banks at most than at least");
-  std::vector<double> seconds;
-  History history;
+  const auto no_record = [](size_t, const GroupTimes&) {};
+  History history(groups_.size());
   ModelSetting s = setting;
+  // Where all that may be read is needed, more banks never cost time: then the most banks show what can be reached.
+  const bool all_needed = std::all_of(groups_.begin(), groups_.end(),
+                                      [](const ModelGroup& group) { return group.routed_read_s == group.read_s; });
+  s.banks = max_banks;
+  const double least_s = all_needed ? run(s, history, no_record) : 0;
+  std::vector<double> seconds;
+  s.banks = setting.banks;
   for (;; ++s.banks) {
-    seconds.push_back(run(s, history, [](size_t, const GroupTimes&) {}));
-    if (s.banks == max_banks || !history.waited_for_bank) break;
+    seconds.push_back(run(s, history, no_record));
+    if (s.banks == max_banks || !history.waited_for_bank || seconds.back() == least_s) break;
   }
   seconds.resize(size_t{max_banks} - setting.banks + 1, seconds.back());  // more banks than that change nothing
   return seconds;
@@ -129,7 +138,7 @@ ModelTimes PipelineModel::times(const ModelSetting& setting) const {
   for (auto* times : {&out.read_begin_s, &out.read_end_s, &out.compute_begin_s, &out.compute_end_s}) {
     times->resize(groups_.size(), kNone);
   }
-  History history;
+  History history(groups_.size());
   out.total_s = run(setting, history, [&](size_t k, const GroupTimes& t) {
     out.read_begin_s[k] = t.read_begin_s;
     out.read_end_s[k] = t.read_end_s;
