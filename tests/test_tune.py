@@ -12,6 +12,7 @@ import pytest
 
 from headrace import _core, machine
 from headrace.commands.model import open_model
+from headrace.commands.tune_plot import TunePlot, plot_tune, predicted_layers
 from headrace.errors import HeadraceError
 from headrace.formats.pack import pack_store
 from headrace.formats.store import read_store
@@ -182,18 +183,6 @@ def test_another_budget_and_length_take_milliseconds():
     for tokens in (8, 4096):
         configure.choose(configure.predict(profile, OLMOE, prompt_passes(tokens, 4096), OLMOE.expert_bytes // 4))
     assert time.process_time() - start < 1  # some 20 ms; a bound that a loaded machine keeps
-
-
-@pytest.mark.parametrize("record_bytes", [4096, 3_600_384, 200 * MIB])
-def test_without_a_profile_there_is_a_configuration_for_every_arena(record_bytes):
-    shape = ModelShape((60,) * 4, (record_bytes,) * 3 + (4096,))
-    for slots in [*range(1, 40), 60, 100, 240]:
-        group_size, depth, banks = configure.default_configuration(shape, slots * record_bytes + 1)
-        assert group_size * banks <= slots and 1 <= depth <= banks
-        assert group_size == 1 or (group_size * record_bytes <= 8 * MIB and banks > depth)
-        assert banks > depth or slots == 1
-    group_size, depth, banks = configure.default_configuration(shape, 240 * record_bytes)
-    assert depth == 4 and group_size == {4096: 16, 3_600_384: 2}.get(record_bytes, 1)
 
 
 # ---- the profile
@@ -367,3 +356,25 @@ def test_what_the_machine_says_of_processor_and_file_system(tmp_path):
     (proc / "self/mountinfo").write_text("")
     assert machine.filesystem_of(tmp_path, tmp_path) == f"device {number}"
     assert machine.cpu_name() and machine.filesystem_of(tmp_path)
+
+
+# ---- the plot
+
+
+def test_plot_shows_the_front_and_two_layers(tmp_path):
+    profile, passes = make_profile(), prompt_passes(300, 512)
+    curves = configure.predict(profile, OLMOE, passes, OLMOE.expert_bytes)
+    chosen = {
+        f"{share:.1%} of experts": configure.choose(
+            configure.predict(profile, OLMOE, passes, int(OLMOE.expert_bytes * share))
+        )
+        for share in (0.125, 0.25, 0.5)
+    }
+    model = Request(OLMOE, TIMES, passes).model(4)
+    times = model.times(2, 6)
+    layers = predicted_layers(times, [16] * 16, (3, 4))
+    assert len(layers.computes) <= len(layers.reads) == 32
+    assert sum(not span.is_used for span in layers.reads) == 32 - len(layers.computes)
+    plot_tune(TunePlot("olmoe", 500 * MIB, curves, chosen, times["compute_s"], [layers]), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert [f.name for f in tmp_path.iterdir()] == ["plot.png"]

@@ -15,10 +15,6 @@ ENOUGH_BANDWIDTH = 0.95
 # Of the best prediction: what is saved in banks keeps experts for decode.
 NEAR_BEST = 1.01
 
-# Without a profile: reads that disks take at full speed, and as many as keep one busy while checksums are computed.
-DEFAULT_GROUP_BYTES = 8 << 20
-DEFAULT_QUEUE_DEPTH = 4
-
 
 @dataclass(frozen=True)
 class Point:
@@ -109,21 +105,3 @@ def pareto_front(curves: Sequence[Curve]) -> list[Point]:
         if not front or point.seconds < front[-1].seconds:
             front.append(point)
     return front
-
-
-def default_configuration(shape: ModelShape, arena_bytes: int) -> tuple[int, int, int]:
-    """(G, Q, B) without a profile: groups of about DEFAULT_GROUP_BYTES; banks in half of the arena, but no more than a
-    layer's and those of the next that are being read. A small arena makes the groups smaller, then the queue."""
-    record = shape.largest_record_bytes
-    slots = max(1, arena_bytes // record)
-    depth = max(1, min(DEFAULT_QUEUE_DEPTH, slots - 1))
-    group_size = 1
-    while (
-        group_size * 2 * record <= DEFAULT_GROUP_BYTES
-        and group_size * 2 <= max(shape.num_experts)
-        and 2 * (depth + 1) * group_size * 2 <= slots
-    ):
-        group_size *= 2
-    groups = -(-max(shape.num_experts) // group_size)
-    banks = min(slots // 2 // group_size, groups + depth)
-    return group_size, depth, max(banks, min(depth + 1, slots // group_size))
