@@ -46,12 +46,16 @@ class TunePlot:
 
 def plot_tune(p: TunePlot, path: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     figure = Figure(figsize=(10, 4 + 2.2 * len(p.timelines)), layout="constrained")
     figure.suptitle(p.title)
     heights = [3.4] + [2] * len(p.timelines)
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     _plot_front(axes[0], p)
+    axes[0].xaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)))
+    axes[0].xaxis.set_minor_locator(NullLocator())
+    axes[0].xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     for axis, timeline in zip(axes[1:], p.timelines, strict=True):
         _plot_layers(axis, timeline)
     save_figure(figure, path)
@@ -73,7 +77,7 @@ def _plot_front(axis: Any, p: TunePlot) -> None:
     axis.axhline(p.resident_s, linestyle=":", color="black", label="everything resident")
     axis.set(xlabel="process memory with these banks, GiB", ylabel="prefill, s", xscale="log")
     axis.set_ylim(0, max(y) * 1.15)
-    axis.grid(alpha=0.3, which="both")
+    axis.grid(alpha=0.3)
     axis.legend(fontsize="small", ncols=2)
 
 
