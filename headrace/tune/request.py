@@ -83,9 +83,14 @@ class Request:
                 )
                 groups.append(np.stack([read_s * sizes, read_s * used, np.where(used > 0, compute_s, 0)], axis=1))
                 begins.append(i > 0 and layer == 0)
-                early.append(layer < last)  # few rows reach the last layer's experts: most early reads would be wasted
+                early.append(self._reads_early(layer, p.wanted if layer == last else p.rows))
                 counts.append(len(first))
                 before.append(non_expert.of_layer(p.rows, p.first))
                 if layer == 0:
                     before[-1] += non_expert.of_pass(p.rows)
         return _core.PipelineModel(before, begins, early, counts, np.concatenate(groups), non_expert.after_s)
+
+    def _reads_early(self, layer: int, rows: int) -> bool:
+        """As the executor decides (layers_to_read_early): if at least half of the experts are expected to be used."""
+        used = float(self.times.shares[layer].sum()) / self.shape.num_experts[layer]
+        return (1 - used) ** rows <= 0.5
