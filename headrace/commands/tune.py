@@ -65,7 +65,9 @@ def tune(
         "queue_depth": profile.queue_depth,
         "bandwidths": [asdict(b) for b in profile.bandwidths],
         "calibration_tokens": profile.calibration_tokens,
-        "groups": [asdict(g) for g in profile.times.groups],
+        "read": asdict(profile.times.read),
+        "compute": asdict(profile.times.compute),
+        "non_expert": asdict(profile.times.non_expert),
         "prompts": [{"tokens": tokens, **asdict(point)} for tokens, point in choices.items()],
         "seconds": time.perf_counter() - start,
     }

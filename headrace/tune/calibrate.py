@@ -18,7 +18,6 @@ from headrace.tune.profile import Bandwidth, Device, Profile, fingerprint_of, sh
 from headrace.tune.request import ModelShape
 from headrace.tune.service_times import (
     ComputeSamples,
-    GroupTimes,
     ServiceTimes,
     fit_compute,
     fit_non_expert,
@@ -28,11 +27,10 @@ from headrace.tune.service_times import (
 CALIBRATION_TOKENS = 1024
 SHORT_TOKENS = 128  # of the requests that tell fixed times from those that grow with rows
 QUEUE_DEPTHS = (1, 2, 3, 4, 6, 8)
-MAX_GROUP_BYTES = 64 << 20  # of candidates with more than one expert: beyond, reads gain nothing and banks grow
 PREFERRED_GROUP_BYTES = 12 << 20  # the order of candidates, where time does not allow all
 TIME_LIMIT_S = 50.0
-READ_SECONDS = 0.15  # of reading, to measure a bandwidth
-READ_ROUNDS = 2  # the better one counts: a disk is never faster than it is
+READ_SECONDS = 0.1  # of reading, to measure a bandwidth once
+READ_ROUNDS = 3  # one after the other over all cells, since disks of shared machines drift
 SEED = 0
 
 Progress = Callable[[float, str], None]  # share done, what is being done
@@ -43,6 +41,7 @@ class Pass:
     """What one streamed pass took. Arrays are ExpertMemory.take_timeline()'s."""
 
     group_size: int
+    queue_depth: int
     rows: int
     first: int
     seconds: float
@@ -72,16 +71,6 @@ class Pass:
 class Calibration:
     profile: Profile
     passes: list[Pass]
-
-
-def candidate_sizes(shape: ModelShape) -> list[int]:
-    """Powers of two, and what is left of a layer, ascending."""
-    sizes, largest = [], max(shape.num_experts)
-    size = 1
-    while size <= largest and (size == 1 or size * shape.largest_record_bytes <= MAX_GROUP_BYTES):
-        sizes.append(size)
-        size *= 2
-    return sizes
 
 
 def engine_options(checkpoint: Checkpoint, memory_bytes: int | None, num_threads: int | None) -> EngineOptions:
@@ -117,12 +106,12 @@ class _Calibrator:
         self.engine.experts.resize(self.arena_bytes)
         cells = [(g, q) for g in sizes for q in QUEUE_DEPTHS if self.banks_that_fit(g) >= q]
         self.read_seconds = min(READ_SECONDS, self.time_limit_s / 4 / READ_ROUNDS / len(cells))
-        best = dict.fromkeys(cells, 0.0)
+        speeds: dict[tuple[int, int], list[float]] = {cell: [] for cell in cells}
         for i in range(READ_ROUNDS):
             for k, cell in enumerate(cells):
                 self.progress(0.25 * (i + k / len(cells)) / READ_ROUNDS, f"reading, G {cell[0]}, Q {cell[1]}")
-                best[cell] = max(best[cell], self.read_speed(*cell))
-        return [Bandwidth(g, q, speed) for (g, q), speed in best.items()]
+                speeds[cell].append(self.read_speed(*cell))
+        return [Bandwidth(g, q, float(np.median(each)), max(each)) for (g, q), each in speeds.items()]
 
     def read_speed(self, group_size: int, queue_depth: int) -> float:
         """Bytes a second of groups that nobody computes. What earlier reads left in the arena is passed over."""
@@ -178,8 +167,10 @@ class _Calibrator:
         seconds = time.perf_counter() - start
         timeline: dict[str, Any] = memory.take_timeline()
         memory.record_timeline(False)
+        pipeline = self.engine.pipeline
         return Pass(
-            self.engine.options.pipeline.group_size,  # type: ignore[union-attr]
+            pipeline.group_size,
+            pipeline.queue_depth,
             rows,
             first,
             seconds,
@@ -189,7 +180,7 @@ class _Calibrator:
         )
 
     def run(self) -> Calibration:
-        sizes = [g for g in candidate_sizes(self.shape) if self.banks_that_fit(g) >= 1]
+        sizes = [g for g in self.shape.group_sizes() if self.banks_that_fit(g) >= 1]
         bandwidths = self.bandwidths(sizes)
         depth = choose_queue_depth(bandwidths)
         sizes = [g for g in sizes if self.banks_that_fit(g) > depth] or [1]
@@ -201,25 +192,25 @@ class _Calibrator:
 
         rows = min(self.engine.max_rows, self.engine.options.prompt_rows)
         short = max(1, min(SHORT_TOKENS, rows // 4))
-        self.progress(0.25, f"a prompt of {short} tokens, G {preferred[0]}")
-        session = self.open_session(pipeline(preferred[0]))
-        passes = [self.run_pass(session, short)]
-        session.close()
-        rows = self.affordable_rows(passes[0], rows, len(preferred))
+        passes: list[Pass] = []
         longest = 0.0
         for i, group_size in enumerate(preferred):
-            if i > 0 and time.perf_counter() + longest > self.end:
-                break
-            self.progress(0.3 + 0.7 * i / len(preferred), f"a prompt of {rows} tokens, G {group_size}")
-            self.rng = np.random.default_rng(SEED)  # the same tokens, so the same routes
             start = time.perf_counter()
-            session = self.open_session(pipeline(group_size))
-            passes.append(self.run_pass(session, rows))
+            if i > 0 and start + longest > self.end:
+                break
+            # The same tokens for all group sizes, so the same routes.
+            self.rng = np.random.default_rng(SEED)
+            for num_rows in (short, rows):
+                self.progress(0.25 + 0.75 * i / len(preferred), f"a prompt of {num_rows} tokens, G {group_size}")
+                session = self.open_session(pipeline(group_size))
+                passes.append(self.run_pass(session, num_rows))
+                if i == 0 and num_rows == short:
+                    rows = self.affordable_rows(passes[0], rows, len(preferred))
+                elif i == 0 and short <= self.engine.options.context - rows:
+                    # Short, and far from the first position: what attention adds.
+                    passes.append(self.run_pass(session, short))
+                session.close()
             longest = max(longest, time.perf_counter() - start)
-            # Short and far from the first position: what attention adds.
-            if i == 0 and short <= self.engine.options.context - rows:
-                passes.append(self.run_pass(session, short))
-            session.close()
         self.progress(1.0, "")
         return Calibration(self.profile(depth, bandwidths, passes, rows), passes)
 
@@ -229,7 +220,7 @@ class _Calibrator:
         def seconds(n: int) -> float:
             return max(measured.seconds, measured.busy_s * n / measured.rows)
 
-        left = self.end - time.perf_counter() - measured.seconds
+        left = self.end - time.perf_counter() - num_requests * measured.seconds
         while rows > 2 * measured.rows and num_requests * seconds(rows) > left:
             rows //= 2
         return rows
@@ -260,7 +251,6 @@ def fit_passes(passes: Sequence[Pass], shape: ModelShape, top_k: int) -> Service
         return np.concatenate([np.asarray(p.computes[name], float) for p in passes])
 
     samples = ComputeSamples(
-        np.concatenate([np.full(len(p.computes["layer"]), p.group_size) for p in passes]),
         column("layer"),
         column("num_experts"),
         column("num_routes"),
@@ -268,36 +258,40 @@ def fit_passes(passes: Sequence[Pass], shape: ModelShape, top_k: int) -> Service
     )
     if not len(samples.seconds):
         raise HeadraceError("tune: the calibration computed no experts; this model cannot be tuned")
-    lines, factors = fit_compute(samples, shape.record_bytes)
-    groups = []
-    for group_size, (group_s, expert_s, route_s) in sorted(lines.items()):
-        nbytes, seconds = _whole_reads([p for p in passes if p.group_size == group_size], shape)
-        groups.append(GroupTimes(group_size, fit_read(nbytes, seconds), group_s, expert_s, route_s))
+    compute, factors = fit_compute(samples, shape.record_bytes)
+    # Short prompts are bound by reading, so their reads tell what the device gives.
+    least = min(p.rows for p in passes)
+    reads = [_read_samples(p, shape) for p in passes if p.rows == least and p.first == 0]
     return ServiceTimes(
-        tuple(groups),
-        factors,
+        fit_read(np.concatenate([nbytes for nbytes, _ in reads]), np.concatenate([seconds for _, seconds in reads])),
+        compute,
         fit_non_expert(
             np.array([p.rows for p in passes]),
             np.array([p.first for p in passes]),
             np.stack([p.non_expert_s for p in passes]),
             np.array([p.after_s for p in passes]),
         ),
+        factors,
         _shares(min(passes, key=lambda p: (p.group_size, -p.rows)), shape, top_k),
     )
 
 
-def _whole_reads(passes: Sequence[Pass], shape: ModelShape) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of slots, and seconds, of reads that were not broken off; of those with most experts."""
-    record = np.array(shape.record_bytes)
-    layer, count, read, seconds = (
-        np.concatenate([np.asarray(p.reads[name]) for p in passes])
-        for name in ("layer", "num_experts", "bytes", "end_s")
+def _read_samples(p: Pass, shape: ModelShape) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of slots, and seconds, of the reads that were not broken off.
+
+    Reads share the device: one that had fewer than Q beside it counts as if it had taken as much longer.
+    """
+    begin, end = p.reads["start_s"], p.reads["end_s"]
+    times = np.sort(np.concatenate([begin, end]))
+    in_flight = np.searchsorted(np.sort(begin), times, side="right") - np.searchsorted(
+        np.sort(end), times, side="right"
     )
-    seconds = seconds - np.concatenate([np.asarray(p.reads["start_s"]) for p in passes])
-    nbytes = count * record[layer].astype(float)
-    whole = read >= 0.9 * nbytes
-    most = whole & (count == count[whole].max(initial=0))
-    return nbytes[most], seconds[most]
+    area = np.concatenate([[0], np.cumsum(in_flight[:-1] * np.diff(times))])
+    seconds = np.maximum(end - begin, 1e-9)
+    beside = (np.interp(end, times, area) - np.interp(begin, times, area)) / seconds
+    nbytes = p.reads["num_experts"] * np.array(shape.record_bytes)[p.reads["layer"]].astype(float)
+    whole = p.reads["bytes"] >= 0.9 * nbytes
+    return nbytes[whole], (seconds * p.queue_depth / np.maximum(beside, 1))[whole]
 
 
 def _shares(p: Pass, shape: ModelShape, top_k: int) -> np.ndarray:

@@ -43,13 +43,14 @@ class Curve:
 
 
 def choose_queue_depth(bandwidths: Sequence[Bandwidth]) -> int:
-    """Equation 7: the least depth at which every group size reads with ENOUGH_BANDWIDTH of its best."""
+    """Equation 7: the least depth at which every group size reads with ENOUGH_BANDWIDTH of its peak. What a depth
+    reached at best is held against the highest median, so that noise does not deepen the queue."""
     peak: dict[int, float] = {}
     for b in bandwidths:
         peak[b.group_size] = max(peak.get(b.group_size, 0), b.bytes_per_s)
     share: dict[int, float] = {}
     for b in bandwidths:
-        share[b.queue_depth] = min(share.get(b.queue_depth, 1.0), b.bytes_per_s / peak[b.group_size])
+        share[b.queue_depth] = min(share.get(b.queue_depth, 1.0), b.best_bytes_per_s / peak[b.group_size])
     # Where the group sizes' best depths differ there may be none; the one that comes closest is the best there is.
     enough = min(ENOUGH_BANDWIDTH, max(share.values()))
     return min(depth for depth, least in share.items() if least >= enough)
@@ -63,10 +64,10 @@ def max_banks(shape: ModelShape, group_size: int, arena_bytes: int) -> int:
 def predict(
     profile: Profile, shape: ModelShape, passes: Sequence[PromptPass], arena_bytes: int, queue_depth: int | None = None
 ) -> list[Curve]:
-    """Of every group size that was measured and of which as many banks fit as reads are in flight. queue_depth: the
-    profile's, or, where no group size is small enough for it, the largest for which one is."""
+    """Of every group size of which as many banks fit as reads are in flight. queue_depth: the profile's, or, where no
+    group size is small enough for it, the largest for which one is."""
     request = Request(shape, profile.times, passes)
-    most = {g.group_size: max_banks(shape, g.group_size, arena_bytes) for g in profile.times.groups}
+    most = {g: max_banks(shape, g, arena_bytes) for g in shape.group_sizes()}
     depth = queue_depth or min(profile.queue_depth, max(most.values()))
     curves = []
     for group_size, banks in most.items():
@@ -88,11 +89,6 @@ def choose(curves: Sequence[Curve]) -> Point:
         if len(fits):
             near.append(curve.point(int(fits[0])))
     return min(near, key=lambda p: (p.bank_bytes, p.seconds))
-
-
-def best_of(curve: Curve) -> Point:
-    """The fewest banks that reach the least time of a group size (equation 9)."""
-    return curve.point(int(np.argmin(curve.seconds)))
 
 
 def pareto_front(curves: Sequence[Curve]) -> list[Point]:

@@ -26,12 +26,13 @@ from headrace.formats.header import read_small
 from headrace.formats.safetensors import parse_json
 from headrace.models.fields import Fields
 from headrace.tune.request import ModelShape
-from headrace.tune.service_times import GroupTimes, NonExpertTimes, ServiceTimes
+from headrace.tune.service_times import ComputeTimes, NonExpertTimes, ReadTimes, ServiceTimes
 
 FORMAT, FORMAT_VERSION = "headrace-profile", 1
 MAX_PROFILE_BYTES = 16 << 20
 MAX_ENTRIES = 256  # group sizes, bandwidths
 MAX_QUEUE_DEPTH = 64
+TIMES = {"read": ReadTimes, "compute": ComputeTimes, "non_expert": NonExpertTimes}
 # The checksum covers the bytes of the inner object, as in a store's manifest.
 _WRAPPED = re.compile(rb'\{"crc32c": "([0-9a-f]{8})", "profile": (\{.*\})\}\n', re.DOTALL)
 
@@ -53,11 +54,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Of grouped reads, with so many in flight."""
+    """Of grouped reads, with so many in flight: the median and the best of several measurements."""
 
     group_size: int
     queue_depth: int
     bytes_per_s: float
+    best_bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -188,9 +190,10 @@ def _to_json(p: Profile) -> dict[str, Any]:
         "device": asdict(p.device),
         "queue_depth": p.queue_depth,
         "bandwidths": [asdict(b) for b in p.bandwidths],
-        "groups": [asdict(g) for g in p.times.groups],
-        "layer_factors": list(p.times.layer_factors),
+        "read": asdict(p.times.read),
+        "compute": asdict(p.times.compute),
         "non_expert": asdict(p.times.non_expert),
+        "layer_factors": list(p.times.layer_factors),
         "shares": np.round(p.times.shares, 6).tolist(),
         "calibration_tokens": p.calibration_tokens,
     }
@@ -198,35 +201,27 @@ def _to_json(p: Profile) -> dict[str, Any]:
 
 def _from_json(fields: Fields, shape: ModelShape) -> Profile:
     device, layers = fields.fields("device"), len(shape.num_experts)
-    groups = [
-        GroupTimes(
-            _group_size(g, shape),
-            g.positive("read_s_per_byte"),
-            *(_seconds(g, name) for name in ("group_s", "expert_s", "route_s")),
-        )
-        for g in _objects(fields, "groups")
-    ]
-    sizes = [g.group_size for g in groups]
-    if not sizes or sizes != sorted(set(sizes)):
-        raise fields.wrong("groups", "ascending group sizes, at least one")
     factors = _numbers(fields, "layer_factors", fields.items("layer_factors"), layers, high=1e6)
     shares = fields.items("shares")
     if len(shares) != layers or any(type(row) is not list for row in shares):
         raise fields.wrong("shares", f"a list for each of {layers} layers")
-    non_expert = fields.fields("non_expert")
     return Profile(
         model=fields.text("model"),
         fingerprint=fields.text("fingerprint"),
         device=Device(device.text("cpu"), device.integer("num_threads"), device.text("filesystem")),
         queue_depth=fields.integer("queue_depth", high=MAX_QUEUE_DEPTH),
         bandwidths=tuple(
-            Bandwidth(_group_size(b, shape), b.integer("queue_depth", high=MAX_QUEUE_DEPTH), b.positive("bytes_per_s"))
+            Bandwidth(
+                _group_size(b, shape),
+                b.integer("queue_depth", high=MAX_QUEUE_DEPTH),
+                b.positive("bytes_per_s"),
+                b.positive("best_bytes_per_s"),
+            )
             for b in _objects(fields, "bandwidths")
         ),
         times=ServiceTimes(
-            tuple(groups),
+            *(_times(fields, name, kind) for name, kind in TIMES.items()),
             tuple(factors),
-            NonExpertTimes(*(_seconds(non_expert, name) for name in NonExpertTimes.__dataclass_fields__)),
             np.array([_numbers(fields, "shares", row, shape.num_experts[i], high=1.0) for i, row in enumerate(shares)]),
         ),
         calibration_tokens=fields.integer("calibration_tokens"),
@@ -244,11 +239,13 @@ def _group_size(fields: Fields, shape: ModelShape) -> int:
     return fields.integer("group_size", high=max(shape.num_experts))
 
 
-def _seconds(fields: Fields, key: str) -> float:
-    value = fields.number(key)
-    if not 0 <= value < 1e6:
-        raise fields.wrong(key, "a time from 0 to 1e6 s")
-    return value
+def _times(fields: Fields, key: str, kind: Any) -> Any:
+    """A dataclass of seconds."""
+    inner = fields.fields(key)
+    for name in kind.__dataclass_fields__:
+        if not 0 <= inner.number(name) < 1e6:
+            raise inner.wrong(name, "a time from 0 to 1e6 s")
+    return kind(*(inner.number(name) for name in kind.__dataclass_fields__))
 
 
 def _numbers(fields: Fields, key: str, values: list[Any], count: int, high: float) -> list[float]:

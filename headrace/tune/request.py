@@ -11,6 +11,7 @@ from headrace import _core
 from headrace.tune.service_times import ServiceTimes
 
 SEED = 0  # of the routes that are drawn
+MAX_GROUP_BYTES = 64 << 20  # of groups of more than one expert: beyond, reads gain nothing and banks grow
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,13 @@ class ModelShape:
     @property
     def expert_bytes(self) -> int:
         return sum(n * size for n, size in zip(self.num_experts, self.record_bytes, strict=True))
+
+    def group_sizes(self) -> list[int]:
+        """Candidates for G, ascending powers of two."""
+        sizes = [1]
+        while 2 * sizes[-1] <= max(self.num_experts) and 2 * sizes[-1] * self.largest_record_bytes <= MAX_GROUP_BYTES:
+            sizes.append(2 * sizes[-1])
+        return sizes
 
     def num_groups(self, group_size: int) -> int:
         """Of one pass."""
@@ -69,7 +77,7 @@ class Request:
 
     def model(self, group_size: int, depth_factor: float = 1.0) -> _core.PipelineModel:
         """depth_factor: how much longer a read takes than at the profile's queue depth."""
-        times, non_expert = self.times.of_group_size(group_size), self.times.non_expert
+        read, compute, non_expert = self.times.read, self.times.compute, self.times.non_expert
         before, begins, early, counts, groups = [], [], [], [], []
         last = len(self.shape.num_experts) - 1
         for i, p in enumerate(self.passes):
@@ -77,11 +85,14 @@ class Request:
                 first = np.arange(0, self.shape.num_experts[layer], group_size)
                 sizes = np.minimum(group_size, self.shape.num_experts[layer] - first)
                 used = np.add.reduceat(routes > 0, first)
-                read_s = times.read_s_per_byte * self.shape.record_bytes[layer] * depth_factor
+                byte_s = read.byte_s * self.shape.record_bytes[layer]
+                whole_s, used_s = (depth_factor * (read.read_s + byte_s * n) for n in (sizes, used))
                 compute_s = self.times.layer_factors[layer] * (
-                    times.group_s + times.expert_s * used + times.route_s * np.add.reduceat(routes, first)
+                    compute.group_s + compute.expert_s * used + compute.route_s * np.add.reduceat(routes, first)
                 )
-                groups.append(np.stack([read_s * sizes, read_s * used, np.where(used > 0, compute_s, 0)], axis=1))
+                groups.append(
+                    np.stack([whole_s, np.where(used > 0, used_s, 0), np.where(used > 0, compute_s, 0)], axis=1)
+                )
                 begins.append(i > 0 and layer == 0)
                 early.append(self._reads_early(layer, p.wanted if layer == last else p.rows))
                 counts.append(len(first))

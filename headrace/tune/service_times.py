@@ -14,12 +14,18 @@ OUTLIER = 3.0
 
 
 @dataclass(frozen=True)
-class GroupTimes:
-    """One group size. A read takes read_s_per_byte for each byte, with Q in flight; a group is computed in group_s,
-    and expert_s for each of its experts that has routes, and route_s for each route. Of an average layer."""
+class ReadTimes:
+    """A read takes read_s, and byte_s a byte, with the profile's Q in flight."""
 
-    group_size: int
-    read_s_per_byte: float
+    read_s: float
+    byte_s: float
+
+
+@dataclass(frozen=True)
+class ComputeTimes:
+    """A group is computed in group_s, and expert_s for each of its experts that has routes, and route_s for each
+    route. Of an average layer."""
+
     group_s: float
     expert_s: float
     route_s: float
@@ -50,13 +56,11 @@ class ServiceTimes:
     """layer_factors: how much longer than the average layer each one's experts compute, [layers]. shares: of a token's
     routes, how many go to each expert, [layers, experts]; each layer's sum is num_experts_per_tok."""
 
-    groups: tuple[GroupTimes, ...]  # ascending
-    layer_factors: tuple[float, ...]
+    read: ReadTimes
+    compute: ComputeTimes
     non_expert: NonExpertTimes
+    layer_factors: tuple[float, ...]
     shares: np.ndarray
-
-    def of_group_size(self, group_size: int) -> GroupTimes:
-        return next(g for g in self.groups if g.group_size == group_size)
 
 
 def num_keys(rows: int, first: int) -> float:
@@ -64,47 +68,36 @@ def num_keys(rows: int, first: int) -> float:
     return rows * (first + (rows + 1) / 2)
 
 
-# ---- fits. Samples are rows of float64 arrays; what is fitted is never negative
+# ---- fits. Nothing that is fitted is negative
+
+
+def fit_read(nbytes: np.ndarray, seconds: np.ndarray) -> ReadTimes:
+    """Of reads of all group sizes, [reads]."""
+    return ReadTimes(*_line(np.stack([np.ones(len(nbytes)), nbytes], axis=1), seconds))
 
 
 @dataclass(frozen=True)
 class ComputeSamples:
-    """Groups that were computed: [samples] each."""
+    """Groups that were computed, of all group sizes: [samples] each, float64."""
 
-    group_size: np.ndarray
     layer: np.ndarray
     experts: np.ndarray  # those with routes
     routes: np.ndarray
     seconds: np.ndarray
 
 
-def fit_compute(
-    samples: ComputeSamples, layer_bytes: Sequence[int]
-) -> tuple[dict[int, tuple[float, float, float]], tuple[float, ...]]:
-    """(group_s, expert_s, route_s) by group size, and the layers' factors; layers of one record size share theirs.
-
-    One line is fitted to all samples, since one group size alone does not tell its three terms apart; then it is
-    scaled so that each group size and each kind of layer takes in sum what was measured.
-    """
+def fit_compute(samples: ComputeSamples, layer_bytes: Sequence[int]) -> tuple[ComputeTimes, tuple[float, ...]]:
+    """And the layers' factors, which layers of one record size share. Groups of one size alone would not tell a group's
+    part from its experts'."""
     terms = np.stack([np.ones(len(samples.seconds)), samples.experts, samples.routes], axis=1)
-    line = non_negative_fit(terms, samples.seconds)
+    line = _line(terms, samples.seconds)
     sizes = np.asarray(layer_bytes)
     factors = np.ones(len(layer_bytes))
     for size in np.unique(sizes):
         here = sizes[samples.layer.astype(int)] == size
-        factors[sizes == size] = _scale(samples.seconds[here], terms[here] @ line)
-    expected = terms @ line * factors[samples.layer.astype(int)]
-    by_size = {}
-    for group_size in np.unique(samples.group_size):
-        here = samples.group_size == group_size
-        scaled = line * _scale(samples.seconds[here], expected[here])
-        by_size[int(group_size)] = (float(scaled[0]), float(scaled[1]), float(scaled[2]))
-    return by_size, tuple(factors.tolist())
-
-
-def fit_read(nbytes: np.ndarray, seconds: np.ndarray) -> float:
-    """Seconds a byte, of reads of one group size."""
-    return float(np.median(seconds / nbytes) * _scale(seconds, nbytes * np.median(seconds / nbytes)))
+        if here.any():
+            factors[sizes == size] = _scale(samples.seconds[here], terms[here] @ line)
+    return ComputeTimes(*line.tolist()), tuple(factors.tolist())
 
 
 def fit_non_expert(rows: np.ndarray, first: np.ndarray, seconds: np.ndarray, after_s: np.ndarray) -> NonExpertTimes:
@@ -113,23 +106,28 @@ def fit_non_expert(rows: np.ndarray, first: np.ndarray, seconds: np.ndarray, aft
     terms = np.stack([np.ones(len(rows)), rows, keys], axis=1)
     # Layer 0 has the pass's beginning in it.
     typical = np.median(seconds[:, 1:] if seconds.shape[1] > 1 else seconds, axis=1)
-    layer_s, row_s, key_s = non_negative_fit(terms, typical)
+    layer_s, row_s, key_s = _line(terms, typical).tolist()
     more = np.maximum(0, seconds[:, 0] - typical)
-    pass_s, pass_row_s = non_negative_fit(terms[:, :2], more)
+    pass_s, pass_row_s = _line(terms[:, :2], more).tolist()
     return NonExpertTimes(layer_s, row_s, key_s, pass_s, pass_row_s, float(np.median(after_s)))
 
 
-def non_negative_fit(terms: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The least squares of terms @ x = values over x >= 0, [terms]: the best among all choices of terms. Samples count
+def _line(terms: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The least squares of terms @ x = values over x >= 0, [terms], scaled to meet their sum. Samples count
     by their relative error, and far outliers do not count."""
     weights = 1 / np.maximum(values, 1e-12)
-    fit = _fit(terms, values, weights)
-    ratio = values / np.maximum(terms @ fit, 1e-12)
-    kept = (ratio < OUTLIER) & (ratio > 1 / OUTLIER)
-    return _fit(terms, values, weights * kept) if kept.any() else fit
+    line = _fit(terms, values, weights)
+    for _ in range(2):
+        ratio = values / np.maximum(terms @ line, 1e-12)
+        kept = (ratio < OUTLIER) & (ratio > 1 / OUTLIER)
+        if not kept.any():
+            break
+        line = _fit(terms, values, weights * kept)
+    return line * _scale(values, terms @ line)
 
 
 def _fit(terms: np.ndarray, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The best of all choices of terms that are not zero."""
     best, least = np.zeros(terms.shape[1]), np.inf
     for chosen in _subsets(terms.shape[1]):
         x = np.zeros(terms.shape[1])
