@@ -120,7 +120,7 @@ class ExpertMemory:
 
     def take_timeline(self) -> dict:
         """
-        {'reads': {layer, first_expert, num_experts, bytes, start_s, end_s}, 'computes': {layer, first_expert, num_experts, num_routes, start_s, end_s}}, arrays with an element each; first_expert: of the layer.
+        {'reads': {layer, first_expert, num_experts, bytes, start_s, end_s}, 'computes': {layer, first_expert, num_experts, num_routes, start_s, end_s}, 'layers': {layer, routed_s}}, arrays with an element each; first_expert: of the layer.
         """
 
     def resize(self, arena_bytes: int) -> None:

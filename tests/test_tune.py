@@ -329,7 +329,7 @@ def test_a_profile_that_is_no_file_or_too_large_is_refused(cache):
     path.rmdir()
     path.touch()
     os.truncate(path, 1 << 30)
-    with pytest.raises(HeadraceError, match="expected at most 16777216 bytes"):
+    with pytest.raises(HeadraceError, match="expected at most 1048576 bytes"):
         load_profile(path, checkpoint, device)
 
 

@@ -29,10 +29,9 @@ from headrace.tune.request import ModelShape
 from headrace.tune.service_times import ComputeTimes, NonExpertTimes, ReadTimes, ServiceTimes
 
 FORMAT, FORMAT_VERSION = "headrace-profile", 1
-MAX_PROFILE_BYTES = 16 << 20
+MAX_PROFILE_BYTES = 1 << 20
 MAX_ENTRIES = 256  # group sizes, bandwidths
 MAX_QUEUE_DEPTH = 64
-TIMES = {"read": ReadTimes, "compute": ComputeTimes, "non_expert": NonExpertTimes}
 # The checksum covers the bytes of the inner object, as in a store's manifest.
 _WRAPPED = re.compile(rb'\{"crc32c": "([0-9a-f]{8})", "profile": (\{.*\})\}\n', re.DOTALL)
 
@@ -220,7 +219,9 @@ def _from_json(fields: Fields, shape: ModelShape) -> Profile:
             for b in _objects(fields, "bandwidths")
         ),
         times=ServiceTimes(
-            *(_times(fields, name, kind) for name, kind in TIMES.items()),
+            _times(fields, "read", ReadTimes),
+            _times(fields, "compute", ComputeTimes),
+            _times(fields, "non_expert", NonExpertTimes),
             tuple(factors),
             np.array([_numbers(fields, "shares", row, shape.num_experts[i], high=1.0) for i, row in enumerate(shares)]),
         ),
