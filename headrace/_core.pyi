@@ -120,7 +120,7 @@ class ExpertMemory:
 
     def take_timeline(self) -> dict:
         """
-        {'reads': {layer, first_expert, num_experts, bytes, start_s, end_s}, 'computes': {layer, first_expert, num_experts, num_routes, start_s, end_s}}, arrays with an element each; first_expert: of the layer.
+        {'reads': {layer, first_expert, num_experts, bytes, start_s, end_s}, 'computes': {layer, first_expert, num_experts, num_routes, start_s, end_s}, 'layers': {layer, routed_s}}, arrays with an element each; first_expert: of the layer.
         """
 
     def resize(self, arena_bytes: int) -> None:
@@ -250,6 +250,34 @@ class Simulator:
 
     def counters(self) -> dict:
         """By name."""
+
+class PipelineModel:
+    """How long streamed prefill takes: csrc/experts/pipeline_model.h."""
+
+    def __init__(
+        self,
+        non_expert_s: Sequence[float],
+        begins_pass: Sequence[bool],
+        reads_early: Sequence[bool],
+        num_groups: Sequence[int],
+        groups: Annotated[NDArray[numpy.float64], dict(shape=(None, 3), order="C", device="cpu", writable=False)],
+        after_s: float = 0.0,
+    ) -> None:
+        """
+        Lists: of each layer. groups: float64 [groups, 3], seconds to read all absent experts, to read those that have routes, and to compute; layer after layer. after_s: what follows the last layer's experts.
+        """
+
+    @property
+    def num_groups(self) -> int: ...
+    def sweep_banks(
+        self, queue_depth: int, banks: int, max_banks: int, schedule: str = "early"
+    ) -> NDArray[numpy.float64]:
+        """Seconds with each number of banks from `banks` to `max_banks`."""
+
+    def times(self, queue_depth: int, banks: int, schedule: str = "early") -> dict:
+        """
+        When each group is read and computed (NaN: it is not), when each layer is routed, and sums; seconds.
+        """
 
 class Program:
     """A compiled graph (headrace/program.py), parsed and checked."""

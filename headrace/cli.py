@@ -466,6 +466,25 @@ def score_command(
     )
 
 
+@command("tune")
+def tune_command(
+    model: Model,
+    memory: Memory = None,
+    threads: Threads = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", metavar="PNG", readable=False, help="Plot prefill time against memory, and two layers' timeline."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Measure the device, and keep what configures prefill for any budget and prompt."""
+    from headrace.commands.tune import tune
+
+    tune(model, _memory_bytes(memory), threads, plot, json)
+
+
 def _list(text: str, parse: Callable[[str], T], option: str) -> list[T]:
     """What stands between commas, each once."""
     found = [_parsed(part.strip(), parse, option) for part in text.split(",")]

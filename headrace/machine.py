@@ -59,6 +59,25 @@ def num_cpus(root: Path = _ROOT) -> int:
     return max(1, cpus)
 
 
+def cpu_name(root: Path = _ROOT) -> str:
+    """The processor's model; the architecture where /proc/cpuinfo names none (most arm64)."""
+    match = re.search(r"^model name\s*: (.+)$", _text(root / "proc/cpuinfo") or "", re.MULTILINE)
+    return match[1].strip() if match else os.uname().machine
+
+
+def filesystem_of(path: Path, root: Path = _ROOT) -> str:
+    """The type and the source of the file system that holds `path`, as "ext4 /dev/nvme0n1p2"; its device number alone
+    where the mounts do not list that."""
+    device = os.stat(path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in (_text(root / "proc/self/mountinfo") or "").splitlines():
+        mount, _, rest = line.partition(" - ")
+        fields, filesystem = mount.split(), rest.split()
+        if len(fields) > 2 and fields[2] == number and len(filesystem) > 1:
+            return " ".join(map(_unescape, filesystem[:2]))
+    return f"device {number}"
+
+
 def cgroup_limit_bytes(root: Path = _ROOT) -> int | None:
     """The least memory limit of the cgroups that this process is in; None for no limit."""
     limits = [_limit_bytes(directory) for directory in _cgroup_directories("memory", root)]

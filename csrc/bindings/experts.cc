@@ -137,7 +137,8 @@ nb::dict take_timeline(ExpertMemory& memory) {
   }
   using Read = Timeline::Read;
   using Compute = Timeline::Compute;
-  nb::dict reads, computes, out;
+  using Layer = Timeline::Layer;
+  nb::dict reads, computes, layers, out;
   reads["layer"] = column(timeline.reads, &Read::layer);
   reads["first_expert"] = column(timeline.reads, &Read::first_expert);
   reads["num_experts"] = column(timeline.reads, &Read::num_experts);
@@ -150,8 +151,11 @@ nb::dict take_timeline(ExpertMemory& memory) {
   computes["num_routes"] = column(timeline.computes, &Compute::num_routes);
   computes["start_s"] = column(timeline.computes, &Compute::start_s);
   computes["end_s"] = column(timeline.computes, &Compute::end_s);
+  layers["layer"] = column(timeline.layers, &Layer::layer);
+  layers["routed_s"] = column(timeline.layers, &Layer::routed_s);
   out["reads"] = reads;
   out["computes"] = computes;
+  out["layers"] = layers;
   return out;
 }
 
@@ -225,7 +229,8 @@ void init_experts(nb::module_& m) {
            "Starts keeping when experts of streamed passes are read and used, in seconds from now; or stops.")
       .def("take_timeline", &take_timeline,
            "{'reads': {layer, first_expert, num_experts, bytes, start_s, end_s}, 'computes': {layer, first_expert, "
-           "num_experts, num_routes, start_s, end_s}}, arrays with an element each; first_expert: of the layer.")
+           "num_experts, num_routes, start_s, end_s}, 'layers': {layer, routed_s}}, arrays with an element each; "
+           "first_expert: of the layer.")
       .def("resize", &ExpertMemory::resize, "arena_bytes"_a, NoGil(),
            "Moves the ceiling on slot bytes, between passes.")
       .def_prop_ro("arena_bytes", &ExpertMemory::arena_bytes, NoGil())

@@ -25,5 +25,6 @@ NB_MODULE(_core, m) {
   headrace::init_kernels(m);
   headrace::init_experts(m);
   headrace::init_simulator(m);
+  headrace::init_pipeline_model(m);
   headrace::init_executor(m);
 }

@@ -359,7 +359,10 @@ struct ExpertMemory::Impl {
     for (const Residency::Entry& entry : residency.entries()) {
       if (entry.was_late) loader.promote(slot_of[entry.expert]);
     }
-    if (timeline_start) routes.assign(num_routes.begin(), num_routes.end());
+    if (timeline_start && residency.is_streaming()) {
+      timeline.layers.push_back({layer, seconds(Clock::now())});
+      routes.assign(num_routes.begin(), num_routes.end());
+    }
     resume();
   }
 

@@ -45,8 +45,13 @@ struct Timeline {
     uint32_t layer, first_expert, num_experts, num_routes;
     double start_s, end_s;  // from take() to the release of the last
   };
+  struct Layer {
+    uint32_t layer;
+    double routed_s;  // begin() was called
+  };
   std::vector<Read> reads;
   std::vector<Compute> computes;
+  std::vector<Layer> layers;
 };
 
 struct ExpertMemoryOptions {

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 
+from headrace.commands.plot_file import save_figure
 from headrace.commands.words import count_of
-from headrace.errors import HeadraceError, UsageError
+from headrace.errors import HeadraceError
 from headrace.experts.reuse import Reuse
-
-
-def check_plot(path: Path) -> None:
-    """Refuses a plot that could not be made, before the trace is read."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-    except ImportError:
-        raise HeadraceError("plots need Matplotlib: pip install matplotlib") from None
-    kinds = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix[1:].lower() not in kinds:
-        raise UsageError("--plot", f"expected a name that ends in one of .{', .'.join(sorted(kinds))}, found '{path}'")
-    if not path.absolute().parent.is_dir():
-        raise HeadraceError(f"{path.absolute().parent}: no such directory to write the plot in; make it first")
 
 
 def plot_reuse(r: Reuse, title: str, path: Path) -> None:
@@ -69,11 +56,4 @@ def plot_reuse(r: Reuse, title: str, path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
 
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        figure.savefig(partial, format=path.suffix[1:].lower(), dpi=120)
-        os.replace(partial, path)
-    except OSError as e:
-        raise HeadraceError(f"{path}: cannot be written: {e.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    save_figure(figure, path)

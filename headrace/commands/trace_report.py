@@ -16,7 +16,8 @@ from headrace.experts.traces import Trace, open_trace
 
 def report_trace(path: Path, plot: Path | None, partial: bool, as_json: bool) -> None:
     if plot is not None:
-        from headrace.commands.trace_plot import check_plot, plot_reuse
+        from headrace.commands.plot_file import check_plot
+        from headrace.commands.trace_plot import plot_reuse
 
         check_plot(plot)
     trace = open_trace(path, partial=partial)

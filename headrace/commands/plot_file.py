@@ -1,0 +1,34 @@
+"""Plots as files, with Matplotlib: refused before any work is done, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import HeadraceError, UsageError
+
+
+def check_plot(path: Path) -> None:
+    """Refuses a plot that could not be made."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError:
+        raise HeadraceError("plots need Matplotlib: pip install matplotlib") from None
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise UsageError("--plot", f"expected a name that ends in one of .{', .'.join(sorted(kinds))}, found '{path}'")
+    if not path.absolute().parent.is_dir():
+        raise HeadraceError(f"{path.absolute().parent}: no such directory to write the plot in; make it first")
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """figure: Matplotlib's."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        figure.savefig(partial, format=path.suffix[1:].lower(), dpi=120)
+        os.replace(partial, path)
+    except OSError as e:
+        raise HeadraceError(f"{path}: cannot be written: {e.strerror}") from None
+    finally:
+        partial.unlink(missing_ok=True)

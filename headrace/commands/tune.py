@@ -1,0 +1,167 @@
+"""`headrace tune`: measures device and model, keeps the profile, and says what it gives for a budget."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from headrace import _core, machine
+from headrace.commands.model import open_model
+from headrace.engine import Engine
+from headrace.sizes import format_size
+from headrace.tune.calibrate import Calibration, Progress, calibrate, engine_options
+from headrace.tune.configure import Curve, Point, choose, predict
+from headrace.tune.profile import Profile, save_profile, shape_of
+from headrace.tune.request import ModelShape, Request, prompt_passes
+
+# Prompts that the report gives configurations for, and shares of all experts that the plot shows.
+PROMPT_TOKENS = (8, 128, 512, 1024, 4096)
+SHARES = (0.125, 0.25, 0.5)
+
+
+def tune(
+    model: str,
+    memory_bytes: int | None,
+    num_threads: int | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    _core.exit_on_interrupt(True)  # until there is something to write
+    if plot is not None:
+        from headrace.commands.plot_file import check_plot
+
+        check_plot(plot)
+    start = time.perf_counter()
+    checkpoint = open_model(model)
+    shape = shape_of(checkpoint)
+    with (
+        _progress(not as_json) as progress,
+        Engine(checkpoint, engine_options(checkpoint, memory_bytes, num_threads)) as e,
+    ):
+        arena_bytes, max_rows, plan = e.experts.arena_bytes, e.max_rows, e.plan
+        calibration = calibrate(e, progress)
+    profile = calibration.profile
+    _core.exit_on_interrupt(False)
+    path = save_profile(profile, checkpoint)
+    limit = checkpoint.config.max_position_embeddings
+    choices = {}
+    for tokens in PROMPT_TOKENS:
+        if tokens <= limit:
+            choices[tokens] = choose(predict(profile, shape, prompt_passes(tokens, max_rows), arena_bytes))
+    report = {
+        "model": checkpoint.name,
+        "profile": str(path),
+        "budget_bytes": plan.budget_bytes,
+        "peak_rss_bytes": machine.peak_rss_bytes(),
+        "arena_bytes": arena_bytes,
+        "num_threads": profile.device.num_threads,
+        "device": asdict(profile.device),
+        "queue_depth": profile.queue_depth,
+        "bandwidths": [asdict(b) for b in profile.bandwidths],
+        "calibration_tokens": profile.calibration_tokens,
+        "read": asdict(profile.times.read),
+        "compute": asdict(profile.times.compute),
+        "non_expert": asdict(profile.times.non_expert),
+        "prompts": [{"tokens": tokens, **asdict(point)} for tokens, point in choices.items()],
+        "seconds": time.perf_counter() - start,
+    }
+    if plot is not None:
+        _plot(plot, checkpoint.name, calibration, shape, arena_bytes, plan.budget_bytes - arena_bytes)
+        report["plot"] = str(plot)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        print("\n".join(_lines(report, profile)))
+
+
+def _lines(report: dict[str, Any], profile: Profile) -> Iterator[str]:
+    device = profile.device
+    yield f"{report['model']} on {device.cpu}, {device.num_threads} threads, {device.filesystem}"
+    yield ""
+    sizes = sorted({b.group_size for b in profile.bandwidths})
+    depths = sorted({b.queue_depth for b in profile.bandwidths})
+    yield "grouped reads, GB/s".ljust(22) + "".join(f"{'Q ' + str(q):>7}" for q in depths)
+    speed = {(b.group_size, b.queue_depth): f"{b.bytes_per_s / 1e9:.2f}" for b in profile.bandwidths}
+    for size in sizes:
+        yield f"  G {size}".ljust(22) + "".join(f"{speed.get((size, q), '-'):>7}" for q in depths)
+    yield f"chosen: Q {profile.queue_depth}"
+    yield ""
+    budget, arena = format_size(report["budget_bytes"]), format_size(report["arena_bytes"])
+    yield f"{budget}, of which {arena} for experts; calibrated with {profile.calibration_tokens} tokens"
+    yield f"{'prompt':>8} {'G':>4} {'Q':>3} {'B':>4} {'banks':>10} {'prefill, predicted':>20}"
+    for p in report["prompts"]:
+        yield (
+            f"{p['tokens']:>8} {p['group_size']:>4} {p['queue_depth']:>3} {p['banks']:>4} "
+            f"{format_size(p['bank_bytes']):>10} {p['seconds']:>18.2f} s"
+        )
+    yield ""
+    yield f"profile: {report['profile']}"
+
+
+def _plot(
+    path: Path, name: str, calibration: Calibration, shape: ModelShape, arena_bytes: int, other_bytes: int
+) -> None:
+    from headrace.commands.tune_plot import LayersTimeline, Span, TunePlot, plot_tune, predicted_layers
+
+    profile = calibration.profile
+    passes = prompt_passes(profile.calibration_tokens, profile.calibration_tokens)
+    request = Request(shape, profile.times, passes)
+
+    def chosen(nbytes: int) -> Point:
+        return choose(predict(profile, shape, passes, nbytes))
+
+    here = chosen(arena_bytes)
+    points = {"this budget": here}
+    for share in SHARES:
+        nbytes = int(shape.expert_bytes * share)
+        if nbytes >= shape.largest_record_bytes:
+            points[f"{share:.1%} of experts"] = chosen(nbytes)
+    curves: list[Curve] = predict(profile, shape, passes, shape.expert_bytes)
+    model = request.model(here.group_size, profile.depth_factor(here.group_size, here.queue_depth))
+    times = model.times(here.queue_depth, here.banks)
+    middle = max(0, len(shape.num_experts) // 2 - 1)
+    layers = (middle, min(middle + 1, len(shape.num_experts) - 1))
+    counts = [-(-n // here.group_size) for n in shape.num_experts]
+    measured = max((p for p in calibration.passes if p.group_size == here.group_size), key=lambda p: p.rows)
+
+    def spans(rows: dict[str, Any], used: bool) -> list[Span]:
+        columns = zip(rows["layer"], rows["start_s"], rows["end_s"], strict=True)
+        return [Span(int(layer), float(begin), float(end), used) for layer, begin, end in columns if layer in layers]
+
+    title = f"measured with G {measured.group_size}, layers {layers[0]} and {layers[1]}"
+    plot_tune(
+        TunePlot(
+            f"{name}, {profile.calibration_tokens} tokens, {profile.device.num_threads} threads",
+            other_bytes,
+            curves,
+            points,
+            times["compute_s"],
+            [
+                predicted_layers(times, counts, layers),
+                LayersTimeline(title, spans(measured.reads, True), spans(measured.computes, True)),
+            ],
+        ),
+        path,
+    )
+
+
+@contextmanager
+def _progress(show: bool) -> Iterator[Progress]:
+    """A progress bar on stderr, on a terminal, or a callback that does nothing."""
+    if not show or not sys.stderr.isatty():
+        yield lambda done, text: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("tuning"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading", total=1.0)
+        yield lambda done, text: bar.update(task, completed=done, description=text)

@@ -1,0 +1,103 @@
+"""Group size, queue depth and banks for a budget and a prompt (EStream, equations 6 to 10)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.tune.profile import Bandwidth, Profile
+from headrace.tune.request import ModelShape, PromptPass, Request
+
+# Equation 7: what share of the best bandwidth will do.
+ENOUGH_BANDWIDTH = 0.95
+# Of the best prediction: what is saved in banks keeps experts for decode.
+NEAR_BEST = 1.01
+
+
+@dataclass(frozen=True)
+class Point:
+    """A configuration and the prefill time that the model predicts for it."""
+
+    group_size: int
+    queue_depth: int
+    banks: int
+    bank_bytes: int  # of all banks
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One group size: seconds[i] with first_banks + i banks, up to as many as fit (equation 8)."""
+
+    group_size: int
+    queue_depth: int
+    first_banks: int
+    one_bank_bytes: int
+    seconds: np.ndarray
+
+    def point(self, i: int) -> Point:
+        banks = self.first_banks + i
+        return Point(self.group_size, self.queue_depth, banks, banks * self.one_bank_bytes, float(self.seconds[i]))
+
+
+def choose_queue_depth(bandwidths: Sequence[Bandwidth]) -> int:
+    """Equation 7: the least depth at which every group size reads with ENOUGH_BANDWIDTH of its peak. What a depth
+    reached at best is held against the highest median, so that noise does not deepen the queue."""
+    peak: dict[int, float] = {}
+    for b in bandwidths:
+        peak[b.group_size] = max(peak.get(b.group_size, 0), b.bytes_per_s)
+    share: dict[int, float] = {}
+    for b in bandwidths:
+        share[b.queue_depth] = min(share.get(b.queue_depth, 1.0), b.best_bytes_per_s / peak[b.group_size])
+    # Where the group sizes' best depths differ there may be none; the one that comes closest is the best there is.
+    enough = min(ENOUGH_BANDWIDTH, max(share.values()))
+    return min(depth for depth, least in share.items() if least >= enough)
+
+
+def max_banks(shape: ModelShape, group_size: int, arena_bytes: int) -> int:
+    """Equation 8: what fits, and no more than a pass has groups."""
+    return min(shape.num_groups(group_size), arena_bytes // (group_size * shape.largest_record_bytes))
+
+
+def predict(
+    profile: Profile, shape: ModelShape, passes: Sequence[PromptPass], arena_bytes: int, queue_depth: int | None = None
+) -> list[Curve]:
+    """Of every group size of which as many banks fit as reads are in flight. queue_depth: the profile's, or, where no
+    group size is small enough for it, the largest for which one is."""
+    request = Request(shape, profile.times, passes)
+    most = {g: max_banks(shape, g, arena_bytes) for g in shape.group_sizes()}
+    depth = queue_depth or min(profile.queue_depth, max(most.values()))
+    curves = []
+    for group_size, banks in most.items():
+        if banks >= depth > 0:
+            model = request.model(group_size, profile.depth_factor(group_size, depth))
+            seconds = model.sweep_banks(depth, depth, banks)
+            curves.append(Curve(group_size, depth, depth, group_size * shape.largest_record_bytes, seconds))
+    return curves
+
+
+def choose(curves: Sequence[Curve]) -> Point:
+    """The fewest bytes of banks with which prefill takes at most NEAR_BEST of what the best configuration takes; the
+    fastest among equals. So it is the fewest banks for its group size (equation 9), and no group size is better by
+    more than that (equation 10)."""
+    best = min(float(c.seconds.min()) for c in curves)
+    near = []
+    for curve in curves:
+        fits = np.flatnonzero(curve.seconds <= best * NEAR_BEST)
+        if len(fits):
+            near.append(curve.point(int(fits[0])))
+    return min(near, key=lambda p: (p.bank_bytes, p.seconds))
+
+
+def pareto_front(curves: Sequence[Curve]) -> list[Point]:
+    """Points of which none is both smaller and faster than another, by memory ascending."""
+    points = sorted(
+        (c.point(i) for c in curves for i in range(len(c.seconds))), key=lambda p: (p.bank_bytes, p.seconds)
+    )
+    front: list[Point] = []
+    for point in points:
+        if not front or point.seconds < front[-1].seconds:
+            front.append(point)
+    return front
