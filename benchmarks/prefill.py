@@ -4,8 +4,8 @@
         [--threads 2] [--only ratios,schedules,sweep,handover] [-o results.json]
 
 STORE can be made by benchmarks/synth.py and `headrace pack`. Every streamed run is a process of its own, from an empty
-arena, in a memory cgroup whose limit is its budget (where one can be made; needs root). A share is of all experts' bytes:
-the arena that is left while the prompt runs.
+arena, in a memory cgroup whose limit is its budget (where one can be made; needs root). A share is of all experts'
+bytes: the arena that is left while the prompt runs.
 
 ratios     TTFT over max(T_io, T_exec). T_exec: the same prompt with everything resident, T_io: the bytes of the experts
            that it routes to over the read bandwidth (groups of the run's size, as deep as the run reads); both measured
@@ -214,7 +214,8 @@ class Bench:
             resident.append(self.resident_s(tokens))
         rows = [{"schedule": "resident", "ttft_s": median(resident), "bubble_rate": 0.0}]
         for name in kinds:
-            row = {key: median(r[key] for r in runs[name]) for key in ("ttft_s", "bubble_rate", "io_wait_s", "io_busy_s")}
+            keys = ("ttft_s", "bubble_rate", "io_wait_s", "io_busy_s")
+            row = {key: median(r[key] for r in runs[name]) for key in keys}
             rows.append({"schedule": name, **row, "pipeline": runs[name][0]["pipeline"]})
         for row in rows:
             print(f"{row['schedule']:14} TTFT {row['ttft_s']:.3f} s, bubble {row['bubble_rate']:.3f}", flush=True)
@@ -295,7 +296,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=machine.num_cpus())
     parser.add_argument("--only", type=lambda t: numbers(t, str), default=TABLES[:3])
     parser.add_argument("--trace")
-    parser.add_argument("-o", "--output")
+    parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     unknown = [name for name in args.only if name not in TABLES]
@@ -311,7 +312,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     if args.output:
-        write_results(Path(args.output), {"model": bench.checkpoint.name, "threads": args.threads, **results})
+        write_results(args, **results)
     return 0
 
 
