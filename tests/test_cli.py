@@ -98,6 +98,8 @@ def test_run_json_is_one_object_with_every_figure():
             "expert_bytes_read",
             "expert_bytes_unused",
             "io_wait_s",
+            "io_busy_s",
+            *(["bubble_rate"] if phase == "prefill" else []),
         }
     assert report["generated_tokens"] == len(report["token_ids"]) == 12
     assert 0 < report["peak_rss_bytes"] <= report["budget_bytes"]
