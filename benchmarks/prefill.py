@@ -39,7 +39,8 @@ from headrace.errors import HeadraceError
 from headrace.experts.pipeline import Pipeline, ablation, default_pipeline, fit_pipeline
 from headrace.formats import open_checkpoint
 from headrace.formats.checkpoint import Checkpoint
-from headrace.tune.profile import configured_pipeline
+from headrace.tune.configure import configured
+from headrace.tune.profile import find_profile, shape_of
 
 SHARES = (0.125, 0.25, 0.5)
 TOKENS = (8, 128, 256, 512, 640, 1024, 4096)
@@ -79,7 +80,7 @@ def child(args: argparse.Namespace) -> None:
         ids = rng.integers(0, checkpoint.config.vocab_size, tokens).tolist()
         session.prefill(ids)
         figures = session.prefill_figures
-        arena_bytes, chosen = engine.experts.arena_bytes, engine.pipeline
+        arena_bytes, chosen = engine.experts.arena_bytes, engine.pipeline(tokens)
     c = figures.counters
     out = {
         "ttft_s": figures.seconds,
@@ -102,6 +103,7 @@ class Bench:
         self.budgets: dict[tuple[int, float], int] = {}
         self.is_capped = True
         self.resident: Engine | None = None
+        self.profile = find_profile(self.checkpoint, args.threads)
 
     def run_child(self, asked: dict[str, Any], limit_bytes: int | None = None) -> dict[str, Any]:
         command = [sys.executable, __file__, self.args.model, "--threads", str(self.args.threads)]
@@ -197,7 +199,9 @@ class Bench:
     def configured(self, tokens: int, share: float) -> Pipeline | None:
         """By the profile that is kept with the store, if there is one."""
         arena_bytes = int(share * self.source.total_bytes())
-        return configured_pipeline(self.checkpoint, arena_bytes, tokens, self.args.threads)
+        if self.profile is None:
+            return None
+        return configured(self.profile, shape_of(self.checkpoint), tokens, tokens, arena_bytes)
 
     def schedules(self) -> list[dict[str, Any]]:
         share, tokens = self.args.shares[len(self.args.shares) // 2], SWEEP_TOKENS

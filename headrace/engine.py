@@ -40,6 +40,8 @@ from headrace.graph import Graph
 from headrace.models.blocks import INV_FREQ, ROUTE_CAPACITY, inverse_frequencies
 from headrace.models.families import build_graph
 from headrace.program import Program, compile_graph, plan_buffers
+from headrace.tune.configure import configured
+from headrace.tune.profile import Profile, find_profile, shape_of
 
 LOADER_THREADS = 4  # fewer leave the disk idle while one of them computes a checksum
 # The arena is lowered when less than this is left under the budget.
@@ -112,6 +114,7 @@ class EngineOptions:
     pipeline: Pipeline | None = None  # how prompts read experts (None: a default); banks and groups as far as they fit
     oracle_recall: float | None = None  # prefetch what foresee() told, naming this share of what is absent
     oracle_seed: int = 0
+    warn: Callable[[str], None] = lambda text: None  # told of a profile that cannot be used
 
 
 @dataclass(frozen=True)
@@ -136,9 +139,15 @@ def _graph_for(checkpoint: Checkpoint, rows: int, options: EngineOptions) -> Gra
     return build_graph(checkpoint, route_capacity=min(ROUTE_CAPACITY, routes), route_all_rows=options.record_routing)
 
 
-def _loader_threads(options: EngineOptions) -> int:
+def _profile(checkpoint: Checkpoint, options: EngineOptions) -> Profile | None:
+    """What `headrace tune` measured for this model here, where nothing else was asked for."""
+    return find_profile(checkpoint, options.num_threads, options.warn) if options.pipeline is None else None
+
+
+def _loader_threads(options: EngineOptions, profile: Profile | None) -> int:
     """A group is read by one thread."""
-    return max(options.loader_threads, options.pipeline.queue_depth if options.pipeline else 0)
+    asked = options.pipeline or profile
+    return max(options.loader_threads, asked.queue_depth if asked else 0)
 
 
 def _routing_shape(checkpoint: Checkpoint, rows: int) -> tuple[int, int, int]:
@@ -152,10 +161,12 @@ def _step_rows(options: EngineOptions) -> int:
 
 def make_plan(checkpoint: Checkpoint, options: EngineOptions) -> MemoryPlan:
     """Reads the machine and plans; loads nothing. Raises HeadraceError if it cannot work."""
-    return _plan(checkpoint, options, expert_source(checkpoint))
+    return _plan(checkpoint, options, expert_source(checkpoint), _profile(checkpoint, options))
 
 
-def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSource) -> MemoryPlan:
+def _plan(
+    checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSource, profile: Profile | None
+) -> MemoryPlan:
     config = checkpoint.config
     if not 1 <= options.context <= config.max_position_embeddings:
         raise HeadraceError(
@@ -187,10 +198,10 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, source: _core.ExpertSo
         trunk_bytes=_core.Weights.resident_bytes(program),
         state_bytes=options.sessions * _core.SessionState.bytes(program, options.context, int(options.kv_dtype))
         + (_core.SessionState.bytes(program, positions, int(options.kv_dtype)) if positions else 0),
-        overhead_bytes=_core.ExpertMemory.overhead_bytes(source, _loader_threads(options), options.policy)
+        overhead_bytes=_core.ExpertMemory.overhead_bytes(source, _loader_threads(options, profile), options.policy)
         + _core.Executor.overhead_bytes(program, num_threads),
         logits_bytes=(4 * options.max_out_rows * options.sessions + LOGITS_BYTES_PER_ENTRY) * config.vocab_size,
-        num_threads=num_threads + _loader_threads(options),
+        num_threads=num_threads + _loader_threads(options, profile),
         largest_record_bytes=record_bytes,
         expert_bytes=source.total_bytes(),
         scratch_bytes=scratch_bytes,
@@ -246,7 +257,10 @@ class Engine:
         self._pid: int | None = os.getpid()  # None: closed
         self.config = checkpoint.config
         self._source = source = expert_source(checkpoint)
-        self.plan = _plan(checkpoint, options, source)
+        self._profile = profile = _profile(checkpoint, options)
+        self._shape = shape_of(checkpoint)
+        self._pipelines: dict[tuple[int, int], Pipeline | None] = {}  # by rows and arena, as the profile says
+        self.plan = _plan(checkpoint, options, source, profile)
         self.num_threads = options.num_threads or machine.num_cpus()
         self.max_rows = self.plan.max_rows
 
@@ -272,7 +286,7 @@ class Engine:
         self.experts = _core.ExpertMemory(
             source,
             self._smallest_arena,
-            _loader_threads(options),
+            _loader_threads(options, profile),
             options.direct_io,
             options.policy,
             hot_routes=self.hot_routes,
@@ -340,11 +354,17 @@ class Engine:
             self._executor.resize_scratch(rows)
             self._resize_arena(need)
 
-    @property
-    def pipeline(self) -> Pipeline:
-        """How the next prompt is read: what was asked for, as far as the arena has room for it."""
+    def pipeline(self, num_rows: int) -> Pipeline:
+        """How a prompt's pass of so many rows is read: as was asked for, else as the profile of this device says, else
+        a default; as far as the arena has room for it."""
+        arena_bytes = self.experts.arena_bytes
         wanted = self.options.pipeline or default_pipeline(self._smallest_arena)
-        return fit_pipeline(wanted, self.experts.arena_bytes, self._smallest_arena)
+        if self.options.pipeline is None and self._profile is not None:
+            key = num_rows, arena_bytes
+            if key not in self._pipelines:
+                self._pipelines[key] = configured(self._profile, self._shape, num_rows, self.max_rows, arena_bytes)
+            wanted = self._pipelines[key] or wanted
+        return fit_pipeline(wanted, arena_bytes, self._smallest_arena)
 
     # ---- what a pass costs
 
@@ -423,7 +443,7 @@ class Engine:
             weights=weights,
             scores=scores,
             per_slot=per_slot,
-            stream=None if stream is None else self.pipeline.settings(stream),
+            stream=None if stream is None else self.pipeline(len(tokens)).settings(stream),
             targets=targets,
             log_probs=log_probs,
         )
@@ -484,7 +504,7 @@ class Engine:
             "budget_bytes": self.plan.budget_bytes,
             "peak_rss_bytes": machine.peak_rss_bytes(),
             "policy": self.options.policy,
-            "pipeline": asdict(self.pipeline),
+            "pipeline": asdict(self.pipeline(min(self.max_rows, self.options.prompt_rows))),
             "slots": self.experts.num_slots,
             "residency": min(1.0, self.experts.arena_bytes / self._source.total_bytes()),
             "isa": _core.isa(),

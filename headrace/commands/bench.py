@@ -14,7 +14,7 @@ from statistics import median
 import numpy as np
 
 from headrace import _core
-from headrace.commands.model import open_model
+from headrace.commands.model import open_model, warn
 from headrace.commands.run import hit_rate, session_report
 from headrace.commands.words import percent, significant
 from headrace.engine import Engine, EngineOptions, largest_record_bytes
@@ -94,6 +94,7 @@ def bench(
         num_threads=num_threads,
         prompt_rows=prompt_tokens,
         policy=policy.native,
+        warn=warn,
         pipeline=schedule.pipeline(checkpoint),
         oracle_recall=oracle_recall,
         oracle_seed=seed,

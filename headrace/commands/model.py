@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -53,3 +54,8 @@ def open_model_and_text(name: str) -> tuple[Checkpoint, Text | None]:
     # The metadata that a tokenizer was rebuilt from is large and has done its work.
     checkpoint = replace(checkpoint, tokenizer=TokenizerSource())
     return checkpoint, Text(tokenizer, template, str(checkpoint.path)) if tokenizer else None
+
+
+def warn(text: str) -> None:
+    """A line on stderr about what does not stop the command."""
+    print(f"headrace: {text}", file=sys.stderr)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace import _core
-from headrace.commands.model import open_model_and_text
+from headrace.commands.model import open_model_and_text, warn
 from headrace.commands.words import count_of, percent, significant
 from headrace.engine import Engine, EngineOptions, Figures, Session
 from headrace.errors import HeadraceError
@@ -84,6 +84,7 @@ def run(options: RunOptions) -> None:
         prompt_rows=len(prompt_ids),
         kv_dtype=DType.F32 if options.kv == "f32" else DType.F16,
         policy=options.policy,
+        warn=warn,
         record_routing=options.record is not None,
     )
     identity = identify(checkpoint) if options.record else None

@@ -167,7 +167,7 @@ class _Calibrator:
         seconds = time.perf_counter() - start
         timeline: dict[str, Any] = memory.take_timeline()
         memory.record_timeline(False)
-        pipeline = self.engine.pipeline
+        pipeline = self.engine.pipeline(rows)
         return Pass(
             pipeline.group_size,
             pipeline.queue_depth,

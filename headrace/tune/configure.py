@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.experts.pipeline import Pipeline
 from headrace.tune.profile import Bandwidth, Profile
-from headrace.tune.request import ModelShape, PromptPass, Request
+from headrace.tune.request import ModelShape, PromptPass, Request, prompt_passes
 
 # Equation 7: what share of the best bandwidth will do.
 ENOUGH_BANDWIDTH = 0.95
@@ -89,6 +90,17 @@ def choose(curves: Sequence[Curve]) -> Point:
         if len(fits):
             near.append(curve.point(int(fits[0])))
     return min(near, key=lambda p: (p.bank_bytes, p.seconds))
+
+
+def configured(
+    profile: Profile, shape: ModelShape, num_tokens: int, max_rows: int, arena_bytes: int
+) -> Pipeline | None:
+    """What choose() gives for a prompt; None for an arena without room for a bank."""
+    curves = predict(profile, shape, prompt_passes(num_tokens, max_rows), arena_bytes)
+    if not curves:
+        return None
+    point = choose(curves)
+    return Pipeline(point.group_size, point.queue_depth, point.banks)
 
 
 def pareto_front(curves: Sequence[Curve]) -> list[Point]:
