@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from headrace import _core
-from headrace.commands.model import open_model_and_text
+from headrace.commands.model import open_model_and_text, warn
 from headrace.commands.run import figures_line, prefill_progress, session_report
 from headrace.commands.trace_report import count_of
 from headrace.engine import Engine, EngineOptions
@@ -92,7 +92,9 @@ def score(options: ScoreOptions) -> None:
     limit = checkpoint.config.max_position_embeddings
     context = options.context or min(max(r.longest for r in records), limit)
     items = [_item(record, context, options.stride) for record in records]
-    engine_options = EngineOptions(context=context, memory_bytes=options.memory_bytes, num_threads=options.num_threads)
+    engine_options = EngineOptions(
+        context=context, memory_bytes=options.memory_bytes, num_threads=options.num_threads, warn=warn
+    )
     engine_options = scoring_options(checkpoint, items, engine_options)
     total = sum(s.num_rows for item in items for s in item)
     show = sys.stderr.isatty() and not options.json
