@@ -57,6 +57,22 @@ class Pass:
         return self.routed_s - np.concatenate([[0], np.maximum.accumulate(ended)[:-1]])
 
     @property
+    def idle_s(self) -> np.ndarray:
+        """Of each computation: how long nothing was computed though its reads, its layer's routes and the computation
+        before were over."""
+        groups: dict[tuple[int, int], float] = {}
+        for layer, first, end in zip(
+            *(self.reads[name].tolist() for name in ("layer", "first_expert", "end_s")), strict=True
+        ):
+            key = layer, first // self.group_size
+            groups[key] = max(groups.get(key, 0.0), end)
+        layer, first = self.computes["layer"], self.computes["first_expert"] // self.group_size
+        read = np.array([groups.get(key, 0.0) for key in zip(layer.tolist(), first.tolist(), strict=True)])
+        before = np.concatenate([[0], self.computes["end_s"][:-1]])
+        could = np.maximum(np.maximum(read, self.routed_s[layer]), before)
+        return np.maximum(0, self.computes["start_s"] - could)
+
+    @property
     def after_s(self) -> float:
         return max(0.0, self.seconds - max(self.computes["end_s"].max(initial=0), self.routed_s[-1]))
 
@@ -91,7 +107,8 @@ class _Calibrator:
         self.shape = shape_of(engine.checkpoint)
         self.record_bytes = self.shape.largest_record_bytes
         # More than that would keep what was read before, which is not to be measured.
-        self.arena_bytes = max(self.record_bytes, min(engine.experts.arena_bytes, self.shape.expert_bytes // 2))
+        arena_bytes = engine.prompt_arena_bytes(engine.max_rows)
+        self.arena_bytes = max(self.record_bytes, min(arena_bytes, self.shape.expert_bytes // 2))
         self.time_limit_s, self.end = time_limit_s, time.perf_counter() + time_limit_s
         self.read_seconds = READ_SECONDS
         self.rng = np.random.default_rng(SEED)
@@ -102,8 +119,8 @@ class _Calibrator:
         return self.arena_bytes // (group_size * self.record_bytes)
 
     def bandwidths(self, sizes: Sequence[int]) -> list[Bandwidth]:
-        self.engine.experts.resize(self.record_bytes)
-        self.engine.experts.resize(self.arena_bytes)
+        self.engine.limit_arena(self.record_bytes)
+        self.engine.limit_arena(self.arena_bytes)
         cells = [(g, q) for g in sizes for q in QUEUE_DEPTHS if self.banks_that_fit(g) >= q]
         self.read_seconds = min(READ_SECONDS, self.time_limit_s / 4 / READ_ROUNDS / len(cells))
         speeds: dict[tuple[int, int], list[float]] = {cell: [] for cell in cells}
@@ -154,8 +171,8 @@ class _Calibrator:
     def open_session(self, pipeline: Pipeline) -> Session:
         """With an empty arena that holds the banks and no more."""
         self.engine.options = replace(self.engine.options, pipeline=pipeline)
-        self.engine.experts.resize(self.record_bytes)
-        self.engine.experts.resize(pipeline.bank_experts * self.record_bytes)
+        self.engine.limit_arena(self.record_bytes)
+        self.engine.limit_arena(pipeline.bank_experts * self.record_bytes)
         return self.engine.session()
 
     def run_pass(self, session: Session, rows: int) -> Pass:
@@ -255,6 +272,7 @@ def fit_passes(passes: Sequence[Pass], shape: ModelShape, top_k: int) -> Service
         column("num_experts"),
         column("num_routes"),
         column("end_s") - column("start_s"),
+        np.concatenate([p.idle_s for p in passes]),
     )
     if not len(samples.seconds):
         raise HeadraceError("tune: the calibration computed no experts; this model cannot be tuned")
