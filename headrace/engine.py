@@ -325,6 +325,11 @@ class Engine:
         rest = min(self._shared_bytes - scratch_bytes, self._most_arena_bytes)
         self.experts.resize(max(self._smallest_arena, rest))
 
+    def prompt_arena_bytes(self, rows: int) -> int:
+        """What the arena has while a prompt's passes of up to so many rows run."""
+        scratch_bytes = self._scratch_bytes[bisect_left(self._rows, rows)]
+        return max(self._smallest_arena, min(self._shared_bytes - scratch_bytes, self._most_arena_bytes))
+
     def limit_arena(self, most_bytes: int) -> None:
         """From now on the arena has no more than so many bytes, whatever the budget allows. For comparisons; between
         passes."""

@@ -44,7 +44,7 @@ def tune(
         _progress(not as_json) as progress,
         Engine(checkpoint, engine_options(checkpoint, memory_bytes, num_threads)) as e,
     ):
-        arena_bytes, max_rows, plan = e.experts.arena_bytes, e.max_rows, e.plan
+        arena_bytes, max_rows, plan = e.prompt_arena_bytes(e.max_rows), e.max_rows, e.plan
         calibration = calibrate(e, progress)
     profile = calibration.profile
     _core.exit_on_interrupt(False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.engine import Engine, EngineOptions, Session
+from headrace.engine import Engine, EngineOptions, Session, make_plan
 from headrace.errors import HeadraceError
 from headrace.experts.pipeline import Pipeline
 from headrace.formats.checkpoint import Checkpoint
@@ -48,6 +48,7 @@ class Pass:
     reads: dict[str, np.ndarray]
     computes: dict[str, np.ndarray]
     routed_s: np.ndarray  # [layers]
+    read_bytes: np.ndarray  # [layers]: of an expert, what loading it reads
 
     @property
     def non_expert_s(self) -> np.ndarray:
@@ -55,6 +56,22 @@ class Pass:
         ended = np.zeros(len(self.routed_s))
         np.maximum.at(ended, self.computes["layer"], self.computes["end_s"])
         return self.routed_s - np.concatenate([[0], np.maximum.accumulate(ended)[:-1]])
+
+    @property
+    def idle_s(self) -> np.ndarray:
+        """Of each computation: how long nothing was computed though its reads, its layer's routes and the computation
+        before were over."""
+        groups: dict[tuple[int, int], float] = {}
+        for layer, first, end in zip(
+            *(self.reads[name].tolist() for name in ("layer", "first_expert", "end_s")), strict=True
+        ):
+            key = layer, first // self.group_size
+            groups[key] = max(groups.get(key, 0.0), end)
+        layer, first = self.computes["layer"], self.computes["first_expert"] // self.group_size
+        read = np.array([groups.get(key, 0.0) for key in zip(layer.tolist(), first.tolist(), strict=True)])
+        before = np.concatenate([[0], self.computes["end_s"][:-1]])
+        could = np.maximum(np.maximum(read, self.routed_s[layer]), before)
+        return np.maximum(0, self.computes["start_s"] - could)
 
     @property
     def after_s(self) -> float:
@@ -74,15 +91,24 @@ class Calibration:
 
 
 def engine_options(checkpoint: Checkpoint, memory_bytes: int | None, num_threads: int | None) -> EngineOptions:
-    """For an engine that calibrate() is given."""
-    context = min(CALIBRATION_TOKENS + SHORT_TOKENS, checkpoint.config.max_position_embeddings)
-    return EngineOptions(
-        context=context,
-        memory_bytes=memory_bytes,
-        num_threads=num_threads,
-        prompt_rows=max(1, context - SHORT_TOKENS) if context > 2 * SHORT_TOKENS else context,
-        pipeline=Pipeline(1, max(QUEUE_DEPTHS), max(QUEUE_DEPTHS)),  # a thread for each read
-    )
+    """For an engine that calibrate() is given: fewer tokens where the budget is too small for CALIBRATION_TOKENS."""
+    limit = checkpoint.config.max_position_embeddings
+    tokens = max(1, min(CALIBRATION_TOKENS, limit - SHORT_TOKENS if limit > 2 * SHORT_TOKENS else limit))
+    while True:
+        options = EngineOptions(
+            context=min(tokens + SHORT_TOKENS, limit),
+            memory_bytes=memory_bytes,
+            num_threads=num_threads,
+            prompt_rows=tokens,
+            pipeline=Pipeline(1, max(QUEUE_DEPTHS), max(QUEUE_DEPTHS)),  # a thread for each read
+        )
+        try:
+            make_plan(checkpoint, options)
+            return options
+        except HeadraceError:
+            if tokens <= SHORT_TOKENS:
+                raise
+        tokens //= 2
 
 
 class _Calibrator:
@@ -91,7 +117,8 @@ class _Calibrator:
         self.shape = shape_of(engine.checkpoint)
         self.record_bytes = self.shape.largest_record_bytes
         # More than that would keep what was read before, which is not to be measured.
-        self.arena_bytes = max(self.record_bytes, min(engine.experts.arena_bytes, self.shape.expert_bytes // 2))
+        arena_bytes = engine.prompt_arena_bytes(engine.max_rows)
+        self.arena_bytes = max(self.record_bytes, min(arena_bytes, self.shape.expert_bytes // 2))
         self.time_limit_s, self.end = time_limit_s, time.perf_counter() + time_limit_s
         self.read_seconds = READ_SECONDS
         self.rng = np.random.default_rng(SEED)
@@ -102,8 +129,8 @@ class _Calibrator:
         return self.arena_bytes // (group_size * self.record_bytes)
 
     def bandwidths(self, sizes: Sequence[int]) -> list[Bandwidth]:
-        self.engine.experts.resize(self.record_bytes)
-        self.engine.experts.resize(self.arena_bytes)
+        self.engine.limit_arena(self.record_bytes)
+        self.engine.limit_arena(self.arena_bytes)
         cells = [(g, q) for g in sizes for q in QUEUE_DEPTHS if self.banks_that_fit(g) >= q]
         self.read_seconds = min(READ_SECONDS, self.time_limit_s / 4 / READ_ROUNDS / len(cells))
         speeds: dict[tuple[int, int], list[float]] = {cell: [] for cell in cells}
@@ -125,7 +152,7 @@ class _Calibrator:
 
         def is_enough() -> bool:
             nbytes, seconds = read()
-            return nbytes >= enough and seconds >= self.read_seconds
+            return nbytes >= enough and (seconds >= self.read_seconds or nbytes >= self.shape.expert_bytes)
 
         while not is_enough():
             memory.begin_stream(group_size, queue_depth, banks, True, [True] * layers, True)
@@ -154,8 +181,8 @@ class _Calibrator:
     def open_session(self, pipeline: Pipeline) -> Session:
         """With an empty arena that holds the banks and no more."""
         self.engine.options = replace(self.engine.options, pipeline=pipeline)
-        self.engine.experts.resize(self.record_bytes)
-        self.engine.experts.resize(pipeline.bank_experts * self.record_bytes)
+        self.engine.limit_arena(self.record_bytes)
+        self.engine.limit_arena(pipeline.bank_experts * self.record_bytes)
         return self.engine.session()
 
     def run_pass(self, session: Session, rows: int) -> Pass:
@@ -177,6 +204,7 @@ class _Calibrator:
             timeline["reads"],
             timeline["computes"],
             timeline["layers"]["routed_s"],
+            np.array([min(memory.read_bytes(layer)) for layer in range(len(self.shape.num_experts))]),
         )
 
     def run(self) -> Calibration:
@@ -255,6 +283,7 @@ def fit_passes(passes: Sequence[Pass], shape: ModelShape, top_k: int) -> Service
         column("num_experts"),
         column("num_routes"),
         column("end_s") - column("start_s"),
+        np.concatenate([p.idle_s for p in passes]),
     )
     if not len(samples.seconds):
         raise HeadraceError("tune: the calibration computed no experts; this model cannot be tuned")
@@ -279,19 +308,17 @@ def fit_passes(passes: Sequence[Pass], shape: ModelShape, top_k: int) -> Service
 def _read_samples(p: Pass, shape: ModelShape) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of slots, and seconds, of the reads that were not broken off.
 
-    Reads share the device: one that had fewer than Q beside it counts as if it had taken as much longer.
+    Reads share the device: one that had fewer than Q - 1 beside it counts as if it had taken as much longer.
     """
-    begin, end = p.reads["start_s"], p.reads["end_s"]
+    begin, end, layer = p.reads["start_s"], p.reads["end_s"], p.reads["layer"]
     times = np.sort(np.concatenate([begin, end]))
-    in_flight = np.searchsorted(np.sort(begin), times, side="right") - np.searchsorted(
-        np.sort(end), times, side="right"
-    )
-    area = np.concatenate([[0], np.cumsum(in_flight[:-1] * np.diff(times))])
+    begun, ended = (np.searchsorted(np.sort(x), times, side="right") for x in (begin, end))
+    area = np.concatenate([[0], np.cumsum((begun - ended)[:-1] * np.diff(times))])
     seconds = np.maximum(end - begin, 1e-9)
-    beside = (np.interp(end, times, area) - np.interp(begin, times, area)) / seconds
-    nbytes = p.reads["num_experts"] * np.array(shape.record_bytes)[p.reads["layer"]].astype(float)
-    whole = p.reads["bytes"] >= 0.9 * nbytes
-    return nbytes[whole], (seconds * p.queue_depth / np.maximum(beside, 1))[whole]
+    in_flight = (np.interp(end, times, area) - np.interp(begin, times, area)) / seconds
+    whole = p.reads["bytes"] >= p.reads["num_experts"] * p.read_bytes[layer]
+    nbytes = p.reads["num_experts"] * np.array(shape.record_bytes, float)[layer]
+    return nbytes[whole], (seconds * p.queue_depth / np.maximum(in_flight, 1))[whole]
 
 
 def _shares(p: Pass, shape: ModelShape, top_k: int) -> np.ndarray:

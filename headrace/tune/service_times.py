@@ -11,6 +11,7 @@ import numpy as np
 
 # A sample beyond so many times what was expected is the machine's hiccup, not the model's.
 OUTLIER = 3.0
+FAR_OUTLIER = 10.0  # of what is short and varies
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,12 @@ class ComputeSamples:
     experts: np.ndarray  # those with routes
     routes: np.ndarray
     seconds: np.ndarray
+    idle_s: np.ndarray  # before it, though it could have begun: the group's own part
 
 
 def fit_compute(samples: ComputeSamples, layer_bytes: Sequence[int]) -> tuple[ComputeTimes, tuple[float, ...]]:
-    """And the layers' factors, which layers of one record size share. Groups of one size alone would not tell a group's
-    part from its experts'."""
-    terms = np.stack([np.ones(len(samples.seconds)), samples.experts, samples.routes], axis=1)
+    """And the layers' factors, which layers of one record size share."""
+    terms = np.stack([samples.experts, samples.routes], axis=1)
     line = _line(terms, samples.seconds)
     sizes = np.asarray(layer_bytes)
     factors = np.ones(len(layer_bytes))
@@ -97,7 +98,8 @@ def fit_compute(samples: ComputeSamples, layer_bytes: Sequence[int]) -> tuple[Co
         here = sizes[samples.layer.astype(int)] == size
         if here.any():
             factors[sizes == size] = _scale(samples.seconds[here], terms[here] @ line)
-    return ComputeTimes(*line.tolist()), tuple(factors.tolist())
+    usual = samples.idle_s <= FAR_OUTLIER * np.median(samples.idle_s)
+    return ComputeTimes(float(samples.idle_s[usual].mean()), *line.tolist()), tuple(factors.tolist())
 
 
 def fit_non_expert(rows: np.ndarray, first: np.ndarray, seconds: np.ndarray, after_s: np.ndarray) -> NonExpertTimes:
