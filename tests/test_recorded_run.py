@@ -429,3 +429,17 @@ def test_recordings_that_lie_are_refused(models, tmp_path):
     assert "sizes of experts" in message(rewritten(data, 2, lambda p: zlib.compress(bytes(8 * (3 + 48)))))
     assert "does not hold" in message(rewritten(data, 2, lambda p: zlib.compress(bytes(8))))
     assert "0 passes" in message(rewritten(data, 4, lambda p: b""))
+
+
+@pytest.mark.parametrize("events", [[0 << 4 | 0], [1 << 4 | 6, 2, 1, 2, 1, 1], []])
+def test_a_recorded_pass_leaves_nothing_open(events):
+    """A layer that was begun, a stream that was. Nothing but its events happens in it."""
+    simulator = _core.Simulator([4], [1], 4, window=2**32 - 1)
+    ids = np.array([[[0, 1]]], np.int32)
+    simulator.feed(ids)
+    if events:
+        with pytest.raises(HeadraceError, match="of a recorded pass cannot be"):
+            simulator.end_pass(np.array(events, np.uint32))
+    else:
+        simulator.end_pass(np.array(events, np.uint32))
+        assert simulator.counters()["loads"] == 0 and simulator.counters()["passes"] == 1

@@ -86,11 +86,11 @@ void Simulator::feed(const int32_t* ids, uint64_t num_tokens, uint32_t top_k) {
   }
 }
 
-void Simulator::end_pass(std::span<const uint32_t> events) {
+void Simulator::queue_pass(std::optional<std::vector<uint32_t>> events) {
   if (tokens_in_pass_ == 0) return;
   tokens_in_pass_ = 0;
   Pass pass;
-  pass.events.assign(events.begin(), events.end());
+  pass.events = std::move(events);
   pass.capacity_bytes = capacity_bytes_;
   pass.first.push_back(0);
   for (uint32_t l = 0; l < used_.size(); ++l) {
@@ -129,7 +129,7 @@ void Simulator::finish() {
 }
 
 void Simulator::run_pass(const Pass& pass) {
-  if (!pass.events.empty()) return replay_pass(pass);
+  if (pass.events) return replay_pass(pass, *pass.events);
   if (pass.capacity_bytes != residency_.capacity_bytes()) {
     if (in_flight_ != kNone) land(std::exchange(in_flight_, kNone), false, {});
     scheduler_.resize(pass.capacity_bytes);
@@ -230,20 +230,20 @@ void Simulator::move_prefetches() {
 
 // ---- a recorded pass
 
-void Simulator::replay_pass(const Pass& pass) {
+void Simulator::replay_pass(const Pass& pass, std::span<const uint32_t> events) {
   size_t at = 0;
   const auto require = [&](bool holds) {
     if (!holds) throw Error("simulator: event " + std::to_string(at) + " of a recorded pass cannot be");
   };
   const auto words = [&](size_t n) {
-    require(n <= pass.events.size() - at);
+    require(n <= events.size() - at);
     at += n;
-    return std::span(pass.events).subspan(at - n, n);
+    return events.subspan(at - n, n);
   };
   const auto is_between_passes = [&] {
     return !residency_.is_active() && !residency_.is_streaming() && scheduler_.num_in_flight() == 0;
   };
-  while (at < pass.events.size()) {
+  while (at < events.size()) {
     const uint32_t word = words(1)[0], argument = word >> 4;
     switch (static_cast<ReadEvent>(word & 15)) {
       case ReadEvent::kBegin: {
@@ -310,6 +310,7 @@ void Simulator::replay_pass(const Pass& pass) {
     ReadScheduler::Read read;
     while (scheduler_.next(read)) continue;
   }
+  require(!residency_.is_active() && !residency_.is_streaming());
   ++num_passes_;
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -44,9 +45,11 @@ class Simulator {
 
   // ids [num_tokens, layers, top_k]; a negative id is no route. Error names the token, the layer, expected and found.
   void feed(const int32_t* ids, uint64_t num_tokens, uint32_t top_k);
-  // Whatever is fed next begins a pass of its own. events: what happened to an engine in the pass that was fed
-  // (read_events.h): it is done again, and nothing else; what moved the capacity is among it. Error if that cannot be.
-  void end_pass(std::span<const uint32_t> events = {});
+  // Whatever is fed next begins a pass of its own.
+  void end_pass() { queue_pass(std::nullopt); }
+  // As above. events: what happened to an engine in the pass that was fed (read_events.h): it is done again, and
+  // nothing else; what moved the capacity is among it. Error if that cannot be.
+  void end_pass(std::span<const uint32_t> events) { queue_pass(std::vector(events.begin(), events.end())); }
   // The capacity from the pass on that is being fed, as an engine's guard moves it between passes.
   void resize(uint64_t capacity_bytes);
   // The trace is over: runs what waits.
@@ -61,12 +64,13 @@ class Simulator {
     std::vector<uint32_t> ids, num_routes;  // layer after layer
     std::vector<uint32_t> first;            // [layers + 1]
     uint64_t capacity_bytes = 0;
-    std::vector<uint32_t> events;
+    std::optional<std::vector<uint32_t>> events;  // of a recorded pass
   };
 
+  void queue_pass(std::optional<std::vector<uint32_t>> events);
   void run_pending(size_t kept);  // all passes that wait but the last `kept`
   void run_pass(const Pass& pass);
-  void replay_pass(const Pass& pass);
+  void replay_pass(const Pass& pass, std::span<const uint32_t> events);
   void run_layer(uint32_t layer, std::span<const uint32_t> ids, std::span<const uint32_t> num_routes, bool is_last);
   void forecast(uint32_t layer);
   void move_prefetches();
