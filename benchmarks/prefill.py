@@ -1,7 +1,8 @@
 """Streamed prefill beside what it can be at best: the larger of reading and computing.
 
     python benchmarks/prefill.py STORE [--shares .125,.25,.5] [--tokens 8,128,256,512,640,1024,4096] [--rounds 3]
-        [--threads 2] [--only ratios,schedules,sweep,handover] [-o results.json]
+        [--threads 2] [--only ratios,schedules,sweep,handover] [--sizes G,...] [--depths Q,...] [--banks B,...]
+        [--trace TRACE] [-o results.json]
 
 STORE can be made by benchmarks/synth.py and `headrace pack`. Every streamed run is a process of its own, from an empty
 arena, in a memory cgroup whose limit is its budget (where one can be made; needs root). A share is of all experts'
@@ -11,7 +12,7 @@ ratios     TTFT over max(T_io, T_exec). T_exec: the same prompt with everything 
            that it routes to over the read bandwidth (groups of the run's size, as deep as the run reads); both measured
            in the same round. Medians over rounds of each round's ratio.
 schedules  on demand, after routing, early, and EStream's ablations, at 1,024 tokens: TTFT, bubble rate.
-sweep      every (G, Q, B) that is supported at each share, at 1,024 tokens, interleaved; and what a profile
+sweep      every (G, Q, B) of --sizes, --depths and --banks that fits each share, at 1,024 tokens, interleaved; and what a profile
            (`headrace tune STORE`) and the default would choose.
 handover   decode after a prompt (--trace: its routes; needed here): hit rate of the first 64 steps with what the
            prompt's routes keep, and with what came last.
@@ -45,7 +46,6 @@ from headrace.tune.profile import find_profile, shape_of
 SHARES = (0.125, 0.25, 0.5)
 TOKENS = (8, 128, 256, 512, 640, 1024, 4096)
 SWEEP_TOKENS = 1024
-SWEEP = [(g, q, b) for g in (1, 2, 4, 8, 16) for q in (1, 2, 3, 4, 6) for b in (1, 2, 3, 4, 6, 8, 12, 16) if q <= b]
 TABLES = ("ratios", "schedules", "sweep", "handover")
 DECODE_STEPS = 64
 MEMCAP = Path(__file__).with_name("memcap.py")
@@ -229,7 +229,10 @@ class Bench:
         rows = []
         for share in self.args.shares:
             slots = int(share * self.source.total_bytes()) // self.record_bytes
-            points = [Pipeline(g, q, b) for g, q, b in SWEEP if g * b <= slots]
+            a = self.args
+            points = [
+                Pipeline(g, q, b) for g in a.sizes for q in a.depths for b in a.banks if q <= b and g * b <= slots
+            ]
             configured = self.configured(SWEEP_TOKENS, share) or default_pipeline(self.record_bytes)
             points = [p for p in points if p != configured] + [configured]
             seconds: list[list[float]] = [[] for _ in points]
@@ -274,7 +277,7 @@ class Bench:
                 with Engine(
                     self.checkpoint, options(tokens, self.args, memory_bytes=budget, pipeline=pipeline)
                 ) as engine:
-                    engine.experts.resize(arena)
+                    engine.limit_arena(arena)
                     session = engine.session(replay=replay)
                     session.prefill([1] * tokens)
                     for _ in range(DECODE_STEPS):
@@ -300,6 +303,9 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=machine.num_cpus())
     parser.add_argument("--only", type=lambda t: numbers(t, str), default=TABLES[:3])
     parser.add_argument("--trace")
+    parser.add_argument("--sizes", type=lambda t: numbers(t, int), default=(1, 2, 4, 8, 16), help="G of the sweep")
+    parser.add_argument("--depths", type=lambda t: numbers(t, int), default=(1, 2, 3, 4, 6), help="Q of the sweep")
+    parser.add_argument("--banks", type=lambda t: numbers(t, int), default=(1, 2, 3, 4, 6, 8, 12, 16), help="B")
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
