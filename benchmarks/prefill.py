@@ -12,8 +12,8 @@ ratios     TTFT over max(T_io, T_exec). T_exec: the same prompt with everything 
            that it routes to over the read bandwidth (groups of the run's size, as deep as the run reads); both measured
            in the same round. Medians over rounds of each round's ratio.
 schedules  on demand, after routing, early, and EStream's ablations, at 1,024 tokens: TTFT, bubble rate.
-sweep      every (G, Q, B) of --sizes, --depths and --banks that fits each share, at 1,024 tokens, interleaved; and what a profile
-           (`headrace tune STORE`) and the default would choose.
+sweep      every (G, Q, B) of --sizes, --depths and --banks that fits each share, at 1,024 tokens, interleaved; and what
+           the profile (`headrace tune STORE`) or, without one, the default chooses.
 handover   decode after a prompt (--trace: its routes; needed here): hit rate of the first 64 steps with what the
            prompt's routes keep, and with what came last.
 """
