@@ -480,8 +480,10 @@ struct ExpertMemory::Impl {
       drop_reads(lock, [this](uint32_t s) { return residency.entry_of(slots[s].expert) != kNone; });
     }
     if (oracle && !residency.is_streaming()) forecast(residency.layer());
+    const bool is_given_up = residency.is_streaming() && num_taken < residency.entries().size();
+    if (is_given_up) scheduler.hold(true);  // what started now, end_stream() would wait for
     scheduler.end();
-    resume();
+    if (!is_given_up) resume();
   }
 
   ExpertCounters counters() const {

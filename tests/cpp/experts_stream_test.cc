@@ -377,3 +377,20 @@ TEST("a guess that fails is read again when it is wanted, and forgotten when it 
     CHECK(failures <= 0);
   }
 }
+
+TEST("a pass that is given up in a layer starts no more reads") {
+  const ExpertFiles files({layer_spec(DType::kQ4_0, 32, 96, 4, true), layer_spec(DType::kQ4_0, 32, 96, 4, true)}, 6);
+  ExpertMemory memory(files.source, {files.total_bytes(), 2, true});
+  const Ids all{0, 1, 2, 3};
+  {
+    // The only bank is the first expert's until it is used, so nothing is read early before end().
+    memory.begin_stream({1, 1, 1, true}, {false, true}, true);
+    EndStream end{memory};
+    memory.begin(0, all);
+    memory.end();
+    CHECK_EQ(memory.counters().prefetches, 0u);
+  }
+  memory.begin_stream({1, 1, 1, true}, {false, true}, true);
+  EndStream end{memory};
+  for (uint32_t l : {0u, 1u}) CHECK(run_layer(memory, files, l, all, true) == all);
+}
