@@ -281,7 +281,10 @@ void Simulator::replay_pass(const Pass& pass, std::span<const uint32_t> events) 
       case ReadEvent::kForecast: {
         require(argument < options_.layers.size());
         const auto experts = words(words(1)[0]);
-        for (const uint32_t e : experts) require(e < residency_.num_experts());
+        // All of the layer, so that what is kept of forecasts is bounded.
+        const uint32_t first = residency_.first_expert(argument), n = options_.layers[argument].num_experts;
+        require(experts.size() <= n);
+        for (const uint32_t e : experts) require(e >= first && e - first < n);
         scheduler_.forecast(argument, {experts.begin(), experts.end()});
         continue;  // what follows says what to do with it
       }
