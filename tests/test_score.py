@@ -354,7 +354,7 @@ def write_lines(path: Path, objects: list) -> Path:
 
 def test_texts_of_a_file(tmp_path):
     texts = ["In the beginning God created the heaven and the earth.", "import os\nimport sys\n", "“été”\n\n"]
-    file = write_lines(tmp_path / "texts.jsonl", [{"text": t, "other": 1} for t in texts])
+    file = write_lines(tmp_path / "texts.JSONL", [{"text": t, "other": 1} for t in texts])
     report = score_json(file)
     parts = report["texts"]
     assert [p["where"] for p in parts] == [f"{file}: line {i}" for i in (1, 2, 3)]

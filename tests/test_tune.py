@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from headrace import _core, machine
+from headrace.commands import tune as commands_tune
 from headrace.commands.model import open_model
 from headrace.commands.tune_plot import TunePlot, plot_tune, predicted_layers
 from headrace.engine import Engine, EngineOptions, make_plan
@@ -452,7 +453,7 @@ def test_passes_are_timed_without_gaps(tiny_calibration):
         assert routes[:-1] == pytest.approx(p.rows * top_k) and routes[-1] == pytest.approx(top_k)
 
 
-def test_without_time_one_group_size_and_few_tokens_are_measured():
+def test_without_time_one_group_size_and_few_tokens_are_measured(tmp_path):
     checkpoint = open_model("tiny")
     with Engine(checkpoint, engine_options(checkpoint, None, None)) as engine:
         calibration = calibrate(engine, lambda done, what: None, time_limit_s=0.0)
@@ -462,6 +463,10 @@ def test_without_time_one_group_size_and_few_tokens_are_measured():
         calibration.profile, shape_of(checkpoint), prompt_passes(64, 64), shape_of(checkpoint).expert_bytes
     )
     assert {c.group_size for c in choose_all} == set(shape_of(checkpoint).group_sizes())
+    for arena in (1, 3, 100):  # whatever is chosen, what was measured is shown beside it
+        nbytes = arena * shape_of(checkpoint).largest_record_bytes
+        commands_tune._plot(tmp_path / f"{arena}.png", "tiny", calibration, shape_of(checkpoint), nbytes, 0)
+        assert (tmp_path / f"{arena}.png").exists()
 
 
 def run(*args, **kwargs):
@@ -525,6 +530,10 @@ def test_tune_refuses_what_cannot_work(tmp_path):
     assert done.returncode == 1 and "too small" in done.stderr and done.stderr.count("\n") == 1
     done = run("tune", "tiny", "--plot", tmp_path / "plot.nothing")
     assert done.returncode == 2 and done.stdout == ""
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    done = run("tune", "tiny", env={**os.environ, "XDG_CACHE_HOME": str(file / "below")})
+    assert done.returncode == 1 and "XDG_CACHE_HOME" in done.stderr and done.stderr.count("\n") == 1
     done = run("tune", tmp_path / "no.gguf")
     assert done.returncode == 1 and "no such file" in done.stderr
 

@@ -145,7 +145,7 @@ def _read(options: ScoreOptions, tokenizer: Tokenizer) -> Iterator[_Text | _Ques
     if options.choices:
         for where, values in read_jsonl(file):
             yield _at(where, lambda where=where, values=values: _question(where, values, tokenizer))
-    elif file.suffix == ".jsonl":
+    elif file.suffix.lower() == ".jsonl":
         for where, values in read_jsonl(file):
             text = _string(where, "text", values.get("text"))
             yield _at(where, lambda where=where, text=text: _Text(where, tokenizer.encode_long(text)))

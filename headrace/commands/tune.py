@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -12,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from headrace import _core, machine
-from headrace.commands.model import open_model
+from headrace.commands.model import open_model, warn
 from headrace.engine import Engine
 from headrace.sizes import format_size
 from headrace.tune.calibrate import Calibration, Progress, calibrate, engine_options
 from headrace.tune.configure import Curve, Point, choose, predict
-from headrace.tune.profile import Profile, save_profile, shape_of
+from headrace.tune.profile import Profile, check_place, save_profile, shape_of
 from headrace.tune.request import ModelShape, Request, prompt_passes
 
 # Prompts that the report gives configurations for, and shares of all experts that the plot shows.
@@ -40,6 +41,7 @@ def tune(
     start = time.perf_counter()
     checkpoint = open_model(model)
     shape = shape_of(checkpoint)
+    check_place(checkpoint, num_threads)
     with (
         _progress(not as_json) as progress,
         Engine(checkpoint, engine_options(checkpoint, memory_bytes, num_threads)) as e,
@@ -47,6 +49,9 @@ def tune(
         arena_bytes, max_rows, plan = e.prompt_arena_bytes(e.max_rows), e.max_rows, e.plan
         calibration = calibrate(e, progress)
     profile = calibration.profile
+    measured_sizes = sorted({p.group_size for p in calibration.passes})
+    if len(measured_sizes) < 2 and len(shape.group_sizes()) > 1:
+        warn(f"there was time for groups of {measured_sizes[0]} alone; tune again when the machine has less to do")
     _core.exit_on_interrupt(False)
     path = save_profile(profile, checkpoint)
     limit = checkpoint.config.max_position_embeddings
@@ -65,6 +70,7 @@ def tune(
         "queue_depth": profile.queue_depth,
         "bandwidths": [asdict(b) for b in profile.bandwidths],
         "calibration_tokens": profile.calibration_tokens,
+        "calibration_group_sizes": measured_sizes,
         "read": asdict(profile.times.read),
         "compute": asdict(profile.times.compute),
         "non_expert": asdict(profile.times.non_expert),
@@ -128,7 +134,8 @@ def _plot(
     middle = max(0, len(shape.num_experts) // 2 - 1)
     layers = (middle, min(middle + 1, len(shape.num_experts) - 1))
     counts = [-(-n // here.group_size) for n in shape.num_experts]
-    measured = max((p for p in calibration.passes if p.group_size == here.group_size), key=lambda p: p.rows)
+    # The calibration's nearest: its time may not have sufficed for this group size.
+    measured = min(calibration.passes, key=lambda p: (abs(math.log2(p.group_size / here.group_size)), -p.rows))
 
     def spans(rows: dict[str, Any], used: bool) -> list[Span]:
         columns = zip(rows["layer"], rows["start_s"], rows["end_s"], strict=True)

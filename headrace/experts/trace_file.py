@@ -257,7 +257,7 @@ class RecordedTrace(Trace):
         if self.num_tokens is None and not partial:
             raise HeadraceError(
                 f"{path}: has no end: its recording was cut off, or the file was; record it again "
-                f"(`headrace trace --report {path} --partial` reads its whole blocks)"
+                "(`headrace trace --report` and `headrace simulate` read its whole blocks with --partial)"
             )
 
     def blocks(self, values: bool = True) -> Iterator[Block]:

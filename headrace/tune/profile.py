@@ -108,6 +108,21 @@ def profile_paths(checkpoint: Checkpoint, device: Device) -> list[Path]:
     return [checkpoint.path / name, cache] if checkpoint.kind == "store" else [cache]
 
 
+def check_place(checkpoint: Checkpoint, num_threads: int | None) -> None:
+    """Before anything is measured: HeadraceError if a profile could be kept nowhere."""
+    refused = ""
+    for path in profile_paths(checkpoint, Device.of(checkpoint, num_threads)):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refused = f"{path.parent}: {error.strerror}"
+            continue
+        if os.access(path.parent, os.W_OK) and not path.is_dir():
+            return
+        refused = f"{path}: cannot be written"
+    raise HeadraceError(f"{refused}; the profile needs a place: set XDG_CACHE_HOME to a directory that can be written")
+
+
 def save_profile(profile: Profile, checkpoint: Checkpoint) -> Path:
     """Writes it whole or not at all, at the first place that can be written to."""
     body = json.dumps(_to_json(profile), separators=(",", ":")).encode()
