@@ -56,8 +56,9 @@ arm64-test: $(VENV)/.tested
 count-test: $(VENV)/.tested
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python benchmarks/kernel_counts.py $(unless_missing)
 
+# Two processes: most tests wait for one child or one thread.
 py-test: $(VENV)/.tested
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The types of the native module, for mypy. Run after changing csrc/bindings.
 stub: $(VENV)/.tested

@@ -503,7 +503,10 @@ def test_tune_keeps_a_profile_that_runs_use_within_the_budget(cache, tmp_path):
     assert shown.returncode == 0 and f"profile: {path}" in shown.stdout and "chosen: Q " in shown.stdout
 
 
-def test_a_small_budget_is_tuned_with_fewer_tokens():
+def test_a_small_budget_is_tuned_with_fewer_tokens(monkeypatch):
+    # As in a process of its own, whatever the tests before this one held.
+    monkeypatch.setattr(machine, "rss_bytes", lambda: 60 * MIB)
+    monkeypatch.setattr(machine, "peak_rss_bytes", lambda: 60 * MIB)
     checkpoint = open_model("tiny")
     options = engine_options(checkpoint, None, None)
     assert options.prompt_rows == min(1024, checkpoint.config.max_position_embeddings - 128)
