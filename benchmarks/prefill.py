@@ -35,9 +35,10 @@ from compare_llama_cpp import write_results
 
 from headrace import _core, machine
 from headrace.commands.bench import open_replay
-from headrace.engine import Engine, EngineOptions, expert_source, largest_record_bytes, make_plan
+from headrace.engine import Engine, EngineOptions, make_plan
 from headrace.errors import HeadraceError
 from headrace.experts.pipeline import Pipeline, ablation, default_pipeline, fit_pipeline
+from headrace.experts.source import expert_source
 from headrace.formats import open_checkpoint
 from headrace.formats.checkpoint import Checkpoint
 from headrace.tune.configure import configured
@@ -98,7 +99,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.checkpoint = open_checkpoint(Path(args.model))
-        self.record_bytes = largest_record_bytes(self.checkpoint)
+        self.record_bytes = shape_of(self.checkpoint).largest_record_bytes
         self.source = expert_source(self.checkpoint)
         self.budgets: dict[tuple[int, float], int] = {}
         self.is_capped = True

@@ -34,6 +34,7 @@ from headrace.experts.plan import (
     page_table_bytes,
     plan_memory,
 )
+from headrace.experts.source import expert_source
 from headrace.experts.traces import Replay
 from headrace.formats.checkpoint import Checkpoint, DType
 from headrace.graph import Graph
@@ -234,15 +235,6 @@ def _release_free_memory() -> None:
     _core.release_free_memory()
 
 
-def expert_source(checkpoint: Checkpoint) -> _core.ExpertSource:
-    return _core.ExpertSource([str(f) for f in checkpoint.files], list(checkpoint.experts))
-
-
-def largest_record_bytes(checkpoint: Checkpoint) -> int:
-    """Of a slot that holds any expert."""
-    return _largest_record_bytes(checkpoint, expert_source(checkpoint))
-
-
 def _largest_record_bytes(checkpoint: Checkpoint, source: _core.ExpertSource) -> int:
     return max(source.record_bytes(i) for i in range(len(checkpoint.experts)))
 
@@ -258,7 +250,6 @@ class Engine:
         self.config = checkpoint.config
         self._source = source = expert_source(checkpoint)
         self._profile = profile = _profile(checkpoint, options)
-        self._shape = shape_of(checkpoint)
         self._pipelines: dict[tuple[int, int], Pipeline | None] = {}  # by rows and arena, as the profile says
         self.plan = _plan(checkpoint, options, source, profile)
         self.num_threads = options.num_threads or machine.num_cpus()
@@ -367,7 +358,9 @@ class Engine:
         if self.options.pipeline is None and self._profile is not None:
             key = num_rows, arena_bytes
             if key not in self._pipelines:
-                self._pipelines[key] = configured(self._profile, self._shape, num_rows, self.max_rows, arena_bytes)
+                self._pipelines[key] = configured(
+                    self._profile, shape_of(self.checkpoint), num_rows, self.max_rows, arena_bytes
+                )
             wanted = self._pipelines[key] or wanted
         return fit_pipeline(wanted, arena_bytes, self._smallest_arena)
 

@@ -12,11 +12,11 @@ namespace headrace {
 class Banks {
  public:
   explicit Banks(const std::vector<LayerShape>& layers) {
-    for (uint32_t l = 0; l < layers.size(); ++l) {
-      for (uint32_t e = 0; e < layers[l].num_experts; ++e) place_.push_back({l, e});
+    for (const LayerShape& layer : layers) {
+      for (uint32_t id = 0; id < layer.num_experts; ++id) id_in_layer_.push_back(id);
     }
-    held_.resize(place_.size(), false);
-    num_held_.resize(place_.size(), 0);
+    held_.resize(id_in_layer_.size(), false);
+    num_held_.resize(id_in_layer_.size(), 0);
   }
 
   // All banks are free.
@@ -29,7 +29,7 @@ class Banks {
   }
 
   // The first expert of this one's group.
-  uint32_t group(uint32_t expert) const { return expert - place_[expert].second % group_size_; }
+  uint32_t group(uint32_t expert) const { return expert - id_in_layer_[expert] % group_size_; }
   bool has_room_for(uint32_t expert) const { return num_taken_ < num_banks_ || num_held_[group(expert)] > 0; }
   bool holds(uint32_t expert) const { return held_[expert]; }
 
@@ -47,9 +47,9 @@ class Banks {
 
  private:
   uint32_t group_size_ = 1, num_banks_ = 0, num_taken_ = 0;
-  std::vector<std::pair<uint32_t, uint32_t>> place_;  // [expert]: layer, id in it
-  std::vector<bool> held_;                            // [expert]
-  std::vector<uint32_t> num_held_;                    // [first expert of a group]
+  std::vector<uint32_t> id_in_layer_;  // [expert]
+  std::vector<bool> held_;             // [expert]
+  std::vector<uint32_t> num_held_;     // [first expert of a group]
 };
 
 }  // namespace headrace

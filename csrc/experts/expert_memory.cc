@@ -67,7 +67,6 @@ struct ExpertMemory::Impl {
   Arena arena;  // as many slots as experts: slots never run out, bytes do
   std::vector<Slot> slots;
   std::vector<uint32_t> slot_of;                        // [expert], kNone if absent
-  std::vector<uint32_t> layer_of;                       // [expert]
   std::set<std::pair<uint64_t, uint32_t>> empty_slots;  // (committed bytes, slot)
   std::set<uint32_t> slack_slots;                       // not empty, with more committed than their record
   uint64_t bytes_read = 0, bytes_unused = 0, io_wait_ns = 0, io_busy_ns = 0;
@@ -118,9 +117,6 @@ struct ExpertMemory::Impl {
           landed.notify_all();
         }) {
     for (uint32_t s = 0; s < arena.num_slots(); ++s) empty_slots.emplace(0, s);
-    for (uint32_t l = 0; l < source.layers.size(); ++l) {
-      layer_of.insert(layer_of.end(), source.layers[l].num_experts, l);
-    }
     if (options.oracle_recall) oracle.emplace(*options.oracle_recall, options.oracle_seed);
     future.resize(source.layers.size());
     commit_spare();
@@ -198,7 +194,7 @@ struct ExpertMemory::Impl {
   void start_reads() {
     ReadScheduler::Read read;
     while (error.empty() && scheduler.next(read)) {
-      const uint32_t layer = layer_of[read.experts[0]], first = residency.first_expert(layer);
+      const uint32_t layer = residency.layer_of(read.experts[0]), first = residency.first_expert(layer);
       Loader::Request request{layer, {}, !read.is_guess, read.is_group ? 1 : UINT32_MAX};
       try {
         for (const uint32_t expert : read.experts) {
@@ -267,7 +263,7 @@ struct ExpertMemory::Impl {
     const auto at = std::find_if(read_starts.begin(), read_starts.end(),
                                  [first](const auto& start) { return start.first == first; });
     if (at == read_starts.end()) return;
-    const uint32_t layer = layer_of[first];
+    const uint32_t layer = residency.layer_of(first);
     timeline.reads.push_back(
         {layer, first - residency.first_expert(layer), num_experts, bytes, at->second, seconds(Clock::now())});
     read_starts.erase(at);
@@ -608,7 +604,7 @@ uint64_t ExpertMemory::overhead_bytes(const ExpertSource& source, const ExpertMe
     if (layer.num_experts > 0) tables += cut_record(layer).size() * sizeof(Piece);
   }
   // A slot's row in the tables: Slot, slot_of, committed bytes, a node of each set.
-  const uint64_t row = sizeof(Slot) + 4 + 4 + 8 + 64 + 48;
+  const uint64_t row = sizeof(Slot) + 4 + 8 + 64 + 48;
   tables += count_experts(source) * row + Residency::overhead_bytes(layer_shapes(source), options.policy);
   return tables + options.loader_threads * staging_bytes(source);
 }

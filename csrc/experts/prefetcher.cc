@@ -4,11 +4,6 @@
 
 namespace headrace {
 
-Prefetcher::Prefetcher(const Residency& residency, std::vector<LayerShape> layers)
-    : layers_(std::move(layers)), forecasts_(layers_.size()), is_forecast_(residency.num_experts(), false) {
-  for (uint32_t l = 0; l < layers_.size(); ++l) layer_of_.insert(layer_of_.end(), layers_[l].num_experts, l);
-}
-
 void Prefetcher::forecast(uint32_t layer, std::vector<uint32_t> experts) {
   for (const uint32_t e : forecasts_[layer]) is_forecast_[e] = false;
   for (const uint32_t e : experts) is_forecast_[e] = true;
@@ -16,12 +11,12 @@ void Prefetcher::forecast(uint32_t layer, std::vector<uint32_t> experts) {
 }
 
 uint32_t Prefetcher::start(Residency& residency, uint32_t layer) {
-  const uint32_t num_layers = static_cast<uint32_t>(layers_.size());
+  const uint32_t num_layers = static_cast<uint32_t>(forecasts_.size());
   for (uint32_t ahead = 0; ahead < num_layers; ++ahead) {
     for (const uint32_t expert : forecasts_[(layer + 1 + ahead) % num_layers]) {
       if (residency.state(expert) != Residency::State::kAbsent) continue;
       const auto is_needed_before = [&](uint32_t e) {
-        return is_forecast_[e] && (layer_of_[e] + 2 * num_layers - layer - 1) % num_layers <= ahead;
+        return is_forecast_[e] && (residency.layer_of(e) + 2 * num_layers - layer - 1) % num_layers <= ahead;
       };
       return residency.prefetch(expert, is_needed_before) ? expert : Residency::kNone;
     }

@@ -13,7 +13,7 @@ namespace headrace {
 // Keeps the newest forecast of each layer's next pass. Experts are numbered through, as in Residency.
 class Prefetcher {
  public:
-  explicit Prefetcher(const Residency& residency, std::vector<LayerShape> layers);
+  Prefetcher(uint32_t num_layers, uint32_t num_experts) : forecasts_(num_layers), is_forecast_(num_experts, false) {}
 
   // experts: those that the layer's next pass will need, the most wanted first.
   void forecast(uint32_t layer, std::vector<uint32_t> experts);
@@ -22,8 +22,6 @@ class Prefetcher {
   uint32_t start(Residency& residency, uint32_t layer);
 
  private:
-  const std::vector<LayerShape> layers_;
-  std::vector<uint32_t> layer_of_;                // [expert]
   std::vector<std::vector<uint32_t>> forecasts_;  // [layer]
   std::vector<bool> is_forecast_;                 // [expert]
 };

@@ -9,7 +9,7 @@ ReadScheduler::ReadScheduler(std::vector<LayerShape> layers, uint64_t capacity_b
     : layers_(std::move(layers)),
       max_prefetches_(max_prefetches),
       residency_(layers_, capacity_bytes, policy, std::move(evict)),
-      prefetcher_(residency_, layers_) {}
+      prefetcher_(static_cast<uint32_t>(layers_.size()), residency_.num_experts()) {}
 
 void ReadScheduler::begin_stream(const StreamOptions& options, const std::vector<bool>& may_read_early, bool is_first) {
   std::vector<uint32_t> words = {options.group_size, options.queue_depth, options.banks, options.reads_early};

@@ -60,7 +60,6 @@ class ReadScheduler {
     return at == in_flight_.end() ? nullptr : &at->second;
   }
   uint32_t num_in_flight() const { return static_cast<uint32_t>(in_flight_.size()); }
-  const std::vector<LayerShape>& layers() const { return layers_; }
   const Residency& residency() const { return residency_; }
   ReadEventLog& log() { return log_; }
 

@@ -100,6 +100,7 @@ class Residency {
   State state(uint32_t expert) const { return experts_[expert].state; }
   // Its index in the layer in progress, or kNone.
   uint32_t entry_of(uint32_t expert) const { return experts_[expert].entry; }
+  uint32_t layer_of(uint32_t expert) const { return experts_[expert].layer; }
   uint32_t first_expert(uint32_t layer) const { return first_expert_[layer]; }
   uint32_t num_experts() const { return static_cast<uint32_t>(experts_.size()); }
   uint64_t capacity_bytes() const { return capacity_bytes_; }

@@ -61,7 +61,6 @@ Simulator::Simulator(SimulatorOptions options)
       oracle_(options_.prefetch.recall, options_.prefetch.seed) {
   std::vector<uint64_t> record_bytes;
   for (uint32_t l = 0; l < options_.layers.size(); ++l) {
-    layer_of_.insert(layer_of_.end(), options_.layers[l].num_experts, l);
     record_bytes.push_back(options_.layers[l].record_bytes);
   }
   for (const LinkOptions& link : options_.links) bounds_.emplace_back(record_bytes, link);
@@ -180,14 +179,14 @@ void Simulator::run_layer(uint32_t layer, std::span<const uint32_t> ids, std::sp
 
 // A read is over. costs: what it read of each expert that has no slot now.
 void Simulator::land(uint32_t first_expert, bool has_failed, std::span<const uint32_t> costs) {
-  const std::vector<uint32_t> experts = scheduler_.in_flight(first_expert)->experts;
+  const std::vector<uint32_t>& experts = scheduler_.in_flight(first_expert)->experts;
   uint64_t whole = 0;
   for (const uint32_t expert : experts) whole += residency_.is_unwanted(expert) ? 0 : read_bytes(expert);
-  const std::vector<uint32_t> unused(experts.size(), 0);  // costs are counted here
+  no_costs_.assign(experts.size(), 0);  // they are counted here
   if (has_failed) {
-    scheduler_.failed(first_expert, unused, gone_);
+    scheduler_.failed(first_expert, no_costs_, gone_);
   } else {
-    scheduler_.landed(first_expert, unused, gone_);
+    scheduler_.landed(first_expert, no_costs_, gone_);
     bytes_read_ += whole;
   }
   for (const uint32_t cost : costs) {
@@ -197,7 +196,8 @@ void Simulator::land(uint32_t first_expert, bool has_failed, std::span<const uin
 }
 
 uint64_t Simulator::read_bytes(uint32_t expert) const {
-  return options_.read_bytes.empty() ? options_.layers[layer_of_[expert]].record_bytes : options_.read_bytes[expert];
+  return options_.read_bytes.empty() ? options_.layers[residency_.layer_of(expert)].record_bytes
+                                     : options_.read_bytes[expert];
 }
 
 // ---- prefetch

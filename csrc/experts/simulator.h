@@ -91,10 +91,9 @@ class Simulator {
   std::deque<Pass> pending_;                 // the next pass first
 
   NoisyOracle oracle_;
-  std::vector<uint32_t> layer_of_;         // [expert]
   uint32_t in_flight_ = Residency::kNone;  // the prefetch that the link is moving
   double left_ = 0;                        // of it
-  std::vector<uint32_t> gone_;
+  std::vector<uint32_t> gone_, no_costs_;
 };
 
 }  // namespace headrace

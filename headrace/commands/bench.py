@@ -17,13 +17,14 @@ from headrace import _core
 from headrace.commands.model import open_model, warn
 from headrace.commands.run import hit_rate, session_report
 from headrace.commands.words import percent, significant
-from headrace.engine import Engine, EngineOptions, largest_record_bytes
+from headrace.engine import Engine, EngineOptions
 from headrace.errors import HeadraceError
 from headrace.experts.pipeline import ABLATIONS, Pipeline, ablation, default_pipeline
 from headrace.experts.simulate import Policy
 from headrace.experts.traces import Replay, load_replay, open_trace
 from headrace.formats.checkpoint import Checkpoint
 from headrace.sizes import format_size
+from headrace.tune.profile import shape_of
 
 
 def open_replay(checkpoint: Checkpoint, path: Path, max_tokens: int) -> Replay:
@@ -59,7 +60,7 @@ class Schedule:
         return self.name in ABLATIONS
 
     def pipeline(self, checkpoint: Checkpoint) -> Pipeline | None:
-        default = default_pipeline(largest_record_bytes(checkpoint))
+        default = default_pipeline(shape_of(checkpoint).largest_record_bytes)
         if self.is_fixed:
             return ablation(self.name, checkpoint.config.num_experts, default)
         asked = (self.group_size, self.queue_depth, self.banks)

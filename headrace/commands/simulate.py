@@ -12,10 +12,10 @@ from typing import Any
 from headrace import _core, machine
 from headrace.commands.model import open_model
 from headrace.commands.words import count_of, percent, significant
-from headrace.engine import expert_source
 from headrace.errors import UsageError
 from headrace.experts.recorded_run import replay_run
 from headrace.experts.simulate import Policy, Shape, Simulation, read_shape, simulate
+from headrace.experts.source import expert_source
 from headrace.experts.traces import Trace, open_trace
 from headrace.sizes import format_size
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from headrace import _core, machine
 from headrace.errors import HeadraceError
+from headrace.experts.source import expert_source
 from headrace.formats.checkpoint import Checkpoint
 from headrace.formats.header import read_small
 from headrace.formats.safetensors import parse_json
@@ -80,7 +81,7 @@ class Profile:
 
 
 def shape_of(checkpoint: Checkpoint) -> ModelShape:
-    source = _core.ExpertSource([str(f) for f in checkpoint.files], list(checkpoint.experts))
+    source = expert_source(checkpoint)
     layers = range(len(checkpoint.experts))
     return ModelShape(
         tuple(layer.num_experts for layer in checkpoint.experts), tuple(source.record_bytes(i) for i in layers)

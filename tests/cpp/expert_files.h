@@ -12,8 +12,10 @@
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "experts/expert_memory.h"
 #include "experts/expert_source.h"
+#include "experts/simulator.h"
 #include "kernels/kernels.h"
 #include "support/error.h"
 
@@ -130,6 +132,16 @@ class ScopedReadHook {
   ScopedReadHook(const ScopedReadHook&) = delete;
   ScopedReadHook& operator=(const ScopedReadHook&) = delete;
 };
+
+inline void check_same(const SimulatedCounters& simulated, const ExpertCounters& counted) {
+  CHECK_EQ(simulated.hits, counted.hits);
+  CHECK_EQ(simulated.late_hits, counted.late_hits);
+  CHECK_EQ(simulated.loads, counted.loads);
+  CHECK_EQ(simulated.prefetches, counted.prefetches);
+  CHECK_EQ(simulated.evictions, counted.evictions);
+  CHECK_EQ(simulated.bytes_read, counted.bytes_read);
+  CHECK_EQ(simulated.bytes_unused, counted.bytes_unused);
+}
 
 // One layer of a pass, as an executor runs it: takes up to max_taken, compares bytes, releases. Returns the ids in the
 // order in which they were taken.

@@ -397,14 +397,7 @@ TEST("the engine's counters are those of the simulator, whatever the policy, the
         run_layer(memory, files, l, passes[p][l], random() % 2, 1 + random() % 4);
       }
     }
-    const ExpertCounters c = memory.counters();
-    CHECK_EQ(c.hits, s.hits);
-    CHECK_EQ(c.late_hits, s.late_hits);
-    CHECK_EQ(c.loads, s.loads);
-    CHECK_EQ(c.prefetches, s.prefetches);
-    CHECK_EQ(c.evictions, s.evictions);
-    CHECK_EQ(c.bytes_read, s.bytes_read);
-    CHECK_EQ(c.bytes_unused, s.bytes_unused);
+    check_same(s, memory.counters());
     if (check::failures()) {
       std::fprintf(stderr, "seed %lu, %s\n", static_cast<unsigned long>(seed), policy.c_str());
       return;

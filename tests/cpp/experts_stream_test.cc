@@ -206,14 +206,7 @@ TEST("streamed passes keep every promise, and the simulator counts what they cou
           for (uint32_t i = 0; i < l; ++i) simulator.feed(again.data(), 1, static_cast<uint32_t>(most));
         }
         simulator.end_pass(events);
-        const SimulatedCounters simulated = simulator.counters();
-        CHECK_EQ(simulated.hits, now.hits);
-        CHECK_EQ(simulated.late_hits, now.late_hits);
-        CHECK_EQ(simulated.loads, now.loads);
-        CHECK_EQ(simulated.prefetches, now.prefetches);
-        CHECK_EQ(simulated.evictions, now.evictions);
-        CHECK_EQ(simulated.bytes_read, now.bytes_read);
-        CHECK_EQ(simulated.bytes_unused, now.bytes_unused);
+        check_same(simulator.counters(), now);
       }
       num_late += now.late_hits - before.late_hits;
       num_unused += now.bytes_unused - before.bytes_unused;
@@ -339,14 +332,7 @@ TEST("prefetches of an oracle that errs: right bytes, every use counted, and the
       CHECK_EQ(now.hits + now.late_hits + now.loads, uses);
       simulator.feed(rows.data(), 1, static_cast<uint32_t>(most));
       simulator.end_pass(events);
-      const SimulatedCounters simulated = simulator.counters();
-      CHECK_EQ(simulated.hits, now.hits);
-      CHECK_EQ(simulated.late_hits, now.late_hits);
-      CHECK_EQ(simulated.loads, now.loads);
-      CHECK_EQ(simulated.prefetches, now.prefetches);
-      CHECK_EQ(simulated.evictions, now.evictions);
-      CHECK_EQ(simulated.bytes_read, now.bytes_read);
-      CHECK_EQ(simulated.bytes_unused, now.bytes_unused);
+      check_same(simulator.counters(), now);
       num_late += now.late_hits;
       num_prefetched += now.prefetches;
     }
