@@ -5,7 +5,7 @@
 #include "kernels/kernels.h"
 
 #if defined(__x86_64__)
-#include <nmmintrin.h>
+#include "kernels/immintrin.h"
 #if defined(__clang__)
 #define HEADRACE_WITH_CRC32 __attribute__((target("sse4.2,crc32")))
 #else
@@ -136,15 +136,70 @@ HEADRACE_WITH_CRC32 uint32_t update_by_instruction(uint32_t crc32, const uint8_t
   return static_cast<uint32_t>(crc);
 }
 
+#if defined(__x86_64__)
+#define HEADRACE_WITH_FOLDING __attribute__((target("avx512f,vpclmulqdq")))
+
+bool has_folding() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq"); }
+
+// x^n modulo the polynomial, reflected, and shifted by the one bit that a product of reflected words lacks.
+constexpr int64_t power_of_x(int n) {
+  uint32_t power = 1u << 31;  // reflected: the highest bit is x^0
+  for (; n > 0; --n) power = power >> 1 ^ (power & 1 ? kPolynomial : 0);
+  return int64_t{power} << 1;
+}
+
+// Makes the first n bytes (a multiple of kFold) into kFold bytes that leave an empty register as those do leave `crc`.
+// A block of 128 bits, as a polynomial, is worth itself times x^d where it stands d bits earlier: so each block is
+// multiplied (its halves' places differ by 64) and added to the one kFold bytes on. About four times as fast as the
+// instruction, on Zen 4 as fast as memory.
+constexpr size_t kFold = 256;
+HEADRACE_WITH_FOLDING void fold(uint32_t crc, const uint8_t* p, size_t n, uint8_t (&folded)[kFold]) {
+  const __m512i factors =
+      _mm512_broadcast_i32x4(_mm_set_epi64x(power_of_x(8 * kFold - 32), power_of_x(8 * kFold + 32)));
+  constexpr int kVectors = kFold / 64;
+  __m512i v[kVectors];
+  for (int i = 0; i < kVectors; ++i) v[i] = _mm512_loadu_si512(p + 64 * i);
+  v[0] = _mm512_xor_si512(v[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc))));
+  for (p += kFold, n -= kFold; n > 0; p += kFold, n -= kFold) {
+    for (int i = 0; i < kVectors; ++i) {
+      const __m512i low = _mm512_clmulepi64_epi128(v[i], factors, 0x00);
+      const __m512i high = _mm512_clmulepi64_epi128(v[i], factors, 0x11);
+      v[i] = _mm512_xor_si512(_mm512_xor_si512(low, high), _mm512_loadu_si512(p + 64 * i));
+    }
+  }
+  for (int i = 0; i < kVectors; ++i) _mm512_storeu_si512(folded + 64 * i, v[i]);
+}
+
+uint32_t update_by_folding(uint32_t crc, const uint8_t* p, size_t n) {
+  const size_t head = n / kFold * kFold;
+  if (head > kFold) {
+    uint8_t folded[kFold];
+    fold(crc, p, head, folded);
+    crc = update_by_instruction(0, folded, kFold);
+    p += head;
+    n -= head;
+  }
+  return update_by_instruction(crc, p, n);
+}
+#else
+bool has_folding() { return false; }
+uint32_t update_by_folding(uint32_t crc, const uint8_t*, size_t) { return crc; }
+#endif
+
 #endif
 
 }  // namespace
 
 uint32_t crc32c(uint32_t crc, const void* data, size_t n) {
 #if defined(HEADRACE_WITH_CRC32)
-  if (has_instruction()) {
-    return ~update_by_instruction(~crc, static_cast<const uint8_t*>(data), n);
-  }
+  if (has_folding()) return ~update_by_folding(~crc, static_cast<const uint8_t*>(data), n);
+#endif
+  return crc32c_by_instruction(crc, data, n);
+}
+
+uint32_t crc32c_by_instruction(uint32_t crc, const void* data, size_t n) {
+#if defined(HEADRACE_WITH_CRC32)
+  if (has_instruction()) return ~update_by_instruction(~crc, static_cast<const uint8_t*>(data), n);
 #endif
   return crc32c_by_table(crc, data, n);
 }

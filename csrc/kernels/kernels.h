@@ -127,8 +127,9 @@ void unpack_row(const Matrix& w, uint32_t row, uint8_t* dst);
 // One file row to floats, exactly as gguf-py dequantizes it.
 void dequantize_row(DType type, const uint8_t* src, uint32_t cols, float* out);
 
-// CRC-32C (Castagnoli) of n bytes, continuing from `crc` (0 to start), by the processor's instruction if it has one.
+// CRC-32C (Castagnoli) of n bytes, continuing from `crc` (0 to start), in the fastest way that the processor has.
 uint32_t crc32c(uint32_t crc, const void* data, size_t n);
-uint32_t crc32c_by_table(uint32_t crc, const void* data, size_t n);  // its twin, for tests
+uint32_t crc32c_by_instruction(uint32_t crc, const void* data, size_t n);  // by table where there is no instruction
+uint32_t crc32c_by_table(uint32_t crc, const void* data, size_t n);        // its twin, for tests
 
 }  // namespace headrace

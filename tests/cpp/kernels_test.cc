@@ -664,11 +664,13 @@ TEST("crc32c: known answers, pieces, the table twin") {
 
   std::vector<uint8_t> data(100003);
   for (uint8_t& b : data) b = static_cast<uint8_t>(rng()());
-  for (size_t n : {1u, 7u, 8u, 255u, 767u, 768u, 769u, 4096u, 12287u, 12288u, 12289u, 40001u, 100000u}) {
+  for (size_t n : {1u, 7u, 8u, 255u, 256u, 257u, 511u, 512u, 513u, 767u, 768u, 769u, 4096u, 12287u, 12288u, 12289u,
+                   40001u, 100000u}) {
     const size_t offset = below(4);
     const uint8_t* p = data.data() + offset;
     const uint32_t want = crc32c_by_table(0, p, n);
     CHECK_EQ(crc32c(0, p, n), want);
+    CHECK_EQ(crc32c_by_instruction(0, p, n), want);
     const size_t cut = below(static_cast<uint32_t>(n));
     CHECK_EQ(crc32c(crc32c(0, p, cut), p + cut, n - cut), want);
     CHECK_EQ(crc32c_by_table(crc32c_by_table(0, p, cut), p + cut, n - cut), want);
