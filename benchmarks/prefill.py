@@ -2,20 +2,22 @@
 
     python benchmarks/prefill.py STORE [--shares .125,.25,.5] [--tokens 8,128,256,512,640,1024,4096] [--rounds 3]
         [--threads 2] [--only ratios,schedules,sweep,handover] [--sizes G,...] [--depths Q,...] [--banks B,...]
-        [--trace TRACE] [-o results.json]
+        [--sweep-tokens N] [--trace TRACE] [-o results.json]
 
-STORE can be made by benchmarks/synth.py and `headrace pack`. Every streamed run is a process of its own, from an empty
-arena, in a memory cgroup whose limit is its budget (where one can be made; needs root). A share is of all experts'
+STORE can be made by benchmarks/synth.py and `headrace pack`. Every streamed run begins with an empty arena, in a
+process of its own (one for each round of the sweep), in a memory cgroup whose limit is its budget (where one can be
+made; needs root). A share is of all experts'
 bytes: the arena that is left while the prompt runs.
 
 ratios     TTFT over max(T_io, T_exec). T_exec: the same prompt with everything resident, T_io: the bytes of the experts
            that it routes to over the read bandwidth (groups of the run's size, as deep as the run reads); both measured
            in the same round. Medians over rounds of each round's ratio.
-schedules  on demand, after routing, early, and EStream's ablations, at 1,024 tokens: TTFT, bubble rate.
-sweep      every (G, Q, B) of --sizes, --depths and --banks that fits each share, at 1,024 tokens, interleaved; and what
-           the profile (`headrace tune STORE`) or, without one, the default chooses.
+schedules  on demand, after routing, early, and EStream's ablations, for a prompt of --sweep-tokens: TTFT, bubble rate.
+sweep      every (G, Q, B) of --sizes, --depths and --banks that fits each share, in another order every round, each
+           run over the machine's speed at the time; and what the profile (`headrace tune STORE`) or, without one, the
+           default chooses.
 handover   decode after a prompt (--trace: its routes; needed here): hit rate of the first 64 steps with what the
-           prompt's routes keep, and with what came last.
+           prompt's routes keep, and, by the simulator, with what the prompt used last.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,10 +38,12 @@ from compare_llama_cpp import write_results
 
 from headrace import _core, machine
 from headrace.commands.bench import open_replay
+from headrace.commands.run import hit_rate
 from headrace.engine import Engine, EngineOptions, make_plan
 from headrace.errors import HeadraceError
 from headrace.experts.pipeline import Pipeline, ablation, default_pipeline, fit_pipeline
 from headrace.experts.source import expert_source
+from headrace.experts.traces import Replay
 from headrace.formats import open_checkpoint
 from headrace.formats.checkpoint import Checkpoint
 from headrace.tune.configure import configured
@@ -73,26 +78,34 @@ def child(args: argparse.Namespace) -> None:
     if "share" in asked:
         print(json.dumps({"budget_bytes": budget_bytes(checkpoint, tokens, asked["share"], args)}))
         return
-    pipeline = Pipeline(**asked["pipeline"]) if asked["pipeline"] else None
-    given = options(tokens, args, memory_bytes=asked["budget_bytes"], pipeline=pipeline, max_rows=tokens)
+    pipelines = [Pipeline(**p) for p in asked["pipelines"]]
+    deepest = max(pipelines, key=lambda p: p.queue_depth, default=None)  # a loader thread for each read
+    given = options(tokens, args, memory_bytes=asked["budget_bytes"], pipeline=deepest, max_rows=tokens)
     rng = np.random.default_rng(0)
+    ids = rng.integers(0, checkpoint.config.vocab_size, tokens).tolist()
     with Engine(checkpoint, given) as engine:
-        session = engine.session()
-        ids = rng.integers(0, checkpoint.config.vocab_size, tokens).tolist()
-        session.prefill(ids)
-        figures = session.prefill_figures
-        arena_bytes, chosen = engine.experts.arena_bytes, engine.pipeline(tokens)
-    c = figures.counters
-    out = {
-        "ttft_s": figures.seconds,
-        "bubble_rate": figures.bubble_rate,
-        "experts": c["hits"] + c["late_hits"] + c["loads"],
-        "arena_share": arena_bytes / expert_source(checkpoint).total_bytes(),
-        "pipeline": asdict(chosen),
-        "peak_rss_bytes": machine.peak_rss_bytes(),
-        **figures.as_dict(),
-    }
-    print(json.dumps(out))
+        arena_bytes = engine.prompt_arena_bytes(tokens)
+        runs = []
+        for pipeline in pipelines or [None]:
+            engine.options = replace(engine.options, pipeline=pipeline)
+            engine.limit_arena(1)  # one expert: forgets the others
+            engine.limit_arena(arena_bytes)
+            session = engine.session()
+            session.prefill(ids)
+            session.close()
+            figures = session.prefill_figures
+            c = figures.counters
+            runs.append(
+                {
+                    "ttft_s": figures.seconds,
+                    "bubble_rate": figures.bubble_rate,
+                    "experts": c["hits"] + c["late_hits"] + c["loads"],
+                    "arena_share": engine.experts.arena_bytes / expert_source(checkpoint).total_bytes(),
+                    "pipeline": asdict(engine.pipeline(tokens)),
+                    **figures.as_dict(),
+                }
+            )
+    print(json.dumps({"runs": runs, "peak_rss_bytes": machine.peak_rss_bytes()}))
 
 
 class Bench:
@@ -127,13 +140,15 @@ class Bench:
             self.budgets[tokens, share] = found["budget_bytes"]
         return self.budgets[tokens, share]
 
-    def streamed(self, tokens: int, share: float, pipeline: Pipeline | None = None) -> dict[str, Any]:
+    def streamed(self, tokens: int, share: float, pipelines: Sequence[Pipeline]) -> list[dict[str, Any]]:
+        """The prompt by each of these, or by what the engine takes where there is none, in one process."""
         budget = self.budget_bytes(tokens, share)
-        asked = {"tokens": tokens, "budget_bytes": budget, "pipeline": asdict(pipeline) if pipeline else None}
-        run = self.run_child(asked, budget)
-        if run["peak_rss_bytes"] > budget:
-            raise HeadraceError(f"a run took {run['peak_rss_bytes']} bytes of {budget}")
-        return run
+        asked = {"tokens": tokens, "budget_bytes": budget, "pipelines": [asdict(p) for p in pipelines]}
+        ran = self.run_child(asked, budget)
+        if ran["peak_rss_bytes"] > budget:
+            raise HeadraceError(f"a run took {ran['peak_rss_bytes']} bytes of {budget}")
+        runs: list[dict[str, Any]] = ran["runs"]
+        return runs
 
     def resident_s(self, tokens: int) -> float:
         """The prompt with everything in memory."""
@@ -179,7 +194,7 @@ class Bench:
                 rounds = []
                 pipeline: dict[str, Any] = asdict(fit_pipeline(default_pipeline(self.record_bytes), 1 << 60, 1))
                 for _ in range(self.args.rounds):
-                    run = self.streamed(tokens, share, self.configured(tokens, share))
+                    (run,) = self.streamed(tokens, share, self.configured(tokens, share))
                     pipeline = run["pipeline"]
                     exec_s, speed = self.resident_s(tokens), self.bytes_per_s(pipeline)
                     io_s = run["experts"] * self.record_bytes / speed
@@ -197,16 +212,20 @@ class Bench:
                 )
         return rows
 
-    def configured(self, tokens: int, share: float) -> Pipeline | None:
+    def configured(self, tokens: int, share: float) -> list[Pipeline]:
         """By the profile that is kept with the store, if there is one."""
         arena_bytes = int(share * self.source.total_bytes())
         if self.profile is None:
-            return None
-        return configured(self.profile, shape_of(self.checkpoint), tokens, tokens, arena_bytes)
+            return []
+        found = configured(self.profile, shape_of(self.checkpoint), tokens, tokens, arena_bytes)
+        return [found] if found else []
+
+    def pipeline(self, tokens: int, share: float) -> Pipeline:
+        return (*self.configured(tokens, share), default_pipeline(self.record_bytes))[0]
 
     def schedules(self) -> list[dict[str, Any]]:
-        share, tokens = self.args.shares[len(self.args.shares) // 2], SWEEP_TOKENS
-        base = self.configured(tokens, share) or default_pipeline(self.record_bytes)
+        share, tokens = self.args.shares[len(self.args.shares) // 2], self.args.sweep_tokens
+        base = self.pipeline(tokens, share)
         size, depth, banks = base.group_size, base.queue_depth, base.banks
         kinds = {name: Pipeline(size, depth, banks, name) for name in ("on-demand", "after-routing", "early")}
         most = max(layer.num_experts for layer in self.checkpoint.experts)
@@ -215,7 +234,7 @@ class Bench:
         resident = []
         for _ in range(self.args.rounds):
             for name, pipeline in kinds.items():
-                runs[name].append(self.streamed(tokens, share, pipeline))
+                runs[name] += self.streamed(tokens, share, [pipeline])
             resident.append(self.resident_s(tokens))
         rows = [{"schedule": "resident", "ttft_s": median(resident), "bubble_rate": 0.0}]
         for name in kinds:
@@ -234,19 +253,24 @@ class Bench:
             points = [
                 Pipeline(g, q, b) for g in a.sizes for q in a.depths for b in a.banks if q <= b and g * b <= slots
             ]
-            configured = self.configured(SWEEP_TOKENS, share) or default_pipeline(self.record_bytes)
+            configured = self.pipeline(self.args.sweep_tokens, share)
             points = [p for p in points if p != configured] + [configured]
-            seconds: list[list[float]] = [[] for _ in points]
-            for _ in range(self.args.rounds):
-                for i, pipeline in enumerate(points):
-                    seconds[i].append(self.streamed(SWEEP_TOKENS, share, pipeline)["ttft_s"])
-            times = [median(s) for s in seconds]
+            seconds = np.zeros((self.args.rounds, len(points)))
+            rng = np.random.default_rng(0)
+            for of_round in seconds:
+                order = rng.permutation(len(points))
+                runs = self.streamed(self.args.sweep_tokens, share, [points[i] for i in order])
+                of_round[order] = without_drift(np.array([run["ttft_s"] for run in runs]))
+            times = np.median(seconds, axis=0).tolist()
             best = sorted(range(len(points)), key=lambda i: times[i])[:5]
             mean = sum(times[i] for i in best) / len(best)
             rows.append(
                 {
                     "share": share,
-                    "points": [{**asdict(p), "ttft_s": t} for p, t in zip(points, times, strict=True)],
+                    "points": [
+                        {**asdict(p), "ttft_s": t, "rounds": seconds[:, i].tolist()}
+                        for i, (p, t) in enumerate(zip(points, times, strict=True))
+                    ],
                     "configured": asdict(configured),
                     "configured_s": times[-1],
                     "best_five_mean_s": mean,
@@ -261,6 +285,23 @@ class Bench:
             )
         return rows
 
+    def lru_hit_rate(self, replay: Replay, tokens: int, arena_bytes: int) -> float:
+        """Of the steps after a prompt that leaves in memory what it used last."""
+        shape = shape_of(self.checkpoint)
+        simulator = _core.Simulator(
+            list(shape.num_experts), list(shape.record_bytes), arena_bytes, "lru", window=2**32 - 1
+        )
+        before: dict[str, int] = {}
+        for first, n in [(0, tokens), *((tokens + i, 1) for i in range(DECODE_STEPS))]:
+            ids = np.ascontiguousarray(replay.rows(first, n).transpose(1, 0, 2))
+            ids[:-1, -1] = -1  # rows without wanted logits do not go through the last layer's experts
+            simulator.feed(ids)
+            simulator.end_pass()
+            before = before or simulator.counters()
+        after = simulator.counters()
+        loads = after["loads"] - before["loads"]
+        return 1 - loads / sum(after[name] - before[name] for name in ("hits", "late_hits", "loads"))
+
     def handover(self) -> list[dict[str, Any]]:
         if not self.args.trace:
             raise HeadraceError("handover: give a trace of the model's shape with --trace")
@@ -270,25 +311,25 @@ class Bench:
         for share in self.args.shares:
             budget = self.budget_bytes(tokens, share)
             arena = int(share * self.source.total_bytes())
-            row: dict[str, Any] = {"share": share}
-            # Banks for all there is keep what came last: nothing else has a slot.
-            few = self.configured(tokens, share) or default_pipeline(self.record_bytes)
-            many = Pipeline(few.group_size, few.queue_depth, max(1, arena // self.record_bytes // few.group_size))
-            for name, pipeline in {"by routes": few, "last layers": many}.items():
-                with Engine(
-                    self.checkpoint, options(tokens, self.args, memory_bytes=budget, pipeline=pipeline)
-                ) as engine:
-                    engine.limit_arena(arena)
-                    session = engine.session(replay=replay)
-                    session.prefill([1] * tokens)
-                    for _ in range(DECODE_STEPS):
-                        session.step(1)
-                    c = session.decode_figures.counters
-                    uses = c["hits"] + c["late_hits"] + c["loads"]
-                    row[name] = (uses - c["loads"]) / uses
+            row: dict[str, Any] = {"share": share, "last layers": self.lru_hit_rate(replay, tokens, arena)}
+            given = options(tokens, self.args, memory_bytes=budget, pipeline=self.pipeline(tokens, share))
+            with Engine(self.checkpoint, given) as engine:
+                engine.limit_arena(arena)
+                session = engine.session(replay=replay)
+                session.prefill([1] * tokens)
+                for _ in range(DECODE_STEPS):
+                    session.step(1)
+                row["by routes"] = hit_rate(session.decode_figures)
             print(f"{share:6.1%}: hit rate {row['by routes']:.3f}, with the last layers {row['last layers']:.3f}")
             rows.append(row)
         return rows
+
+
+def without_drift(seconds: np.ndarray) -> np.ndarray:
+    """Of runs in an order that is random: each over the median of the 15 around it, which the machine's speed at the
+    time is all that it shares with; in seconds of the median run."""
+    around = [np.median(seconds[max(0, i - 7) : i + 8]) for i in range(len(seconds))]
+    return seconds / around * np.median(seconds)
 
 
 def numbers(text: str, kind: type) -> tuple[Any, ...]:
@@ -307,6 +348,7 @@ def main() -> int:
     parser.add_argument("--sizes", type=lambda t: numbers(t, int), default=(1, 2, 4, 8, 16), help="G of the sweep")
     parser.add_argument("--depths", type=lambda t: numbers(t, int), default=(1, 2, 3, 4, 6), help="Q of the sweep")
     parser.add_argument("--banks", type=lambda t: numbers(t, int), default=(1, 2, 3, 4, 6, 8, 12, 16), help="B")
+    parser.add_argument("--sweep-tokens", type=int, default=SWEEP_TOKENS, help="of the prompt of schedules and sweep")
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()

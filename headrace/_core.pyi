@@ -75,9 +75,10 @@ class ExpertSource:
     def total_bytes(self) -> int:
         """Bytes of slots that hold all experts."""
 
-def delay_reads(max_us: int) -> None:
+def disturb_reads(max_us: int = 0, short_every: int = 0, fail_at: int = 0) -> None:
     """
-    For tests: every read of an expert waits for up to so long before it starts; 0: none does.
+    For tests: every read of an expert waits for up to max_us before it starts, each short_every-th gives half of
+    what was asked for, and the fail_at-th from now fails. Without arguments nothing of that happens.
     """
 
 class ExpertMemory:

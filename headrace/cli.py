@@ -412,7 +412,7 @@ def score_command(
             show_default=False,
             help='A text, or, named *.jsonl, an object a line: {"text": ...}. With --choices, an object a line: '
             '{"prompt": ..., "choices": [..., ...], "answer": ...}, the answer a choice or its number from 0 and '
-            "not needed. - is standard input.",
+            "not needed. - is standard input: a text, unless --choices.",
         ),
     ],
     choices: Annotated[
@@ -424,13 +424,14 @@ def score_command(
             "--stride",
             min=1,
             metavar="S",
-            help="Score a text longer than the context in windows, each S tokens further; every token once.",
+            help="Score a text longer than the context in windows, each S tokens further; every token once. Takes "
+            "context / S times as long as without windows.",
         ),
     ] = None,
     context: Annotated[
         int | None,
         typer.Option(
-            "-c", "--context", min=1, help="Positions. Default: the longest text's, at most the model's limit."
+            "-c", "--context", min=2, help="Positions. Default: the longest text's, at most the model's limit."
         ),
     ] = None,
     memory: Memory = None,

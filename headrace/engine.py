@@ -292,6 +292,7 @@ class Engine:
             self.num_threads,
             [_core.Program(program.data) for program in programs[:-1]],
         )
+        self.num_passes = 0  # that were begun, by whatever session
         self._open_prompts: list[int] = []  # rows of their passes
         self._most_arena_bytes = source.total_bytes()
         self._routing_buffers: list[np.ndarray] = []  # of ids, weights, scores, each flat, for the largest pass
@@ -349,6 +350,12 @@ class Engine:
                 self._resize_arena(need)  # gives back first what scratch will take
             self._executor.resize_scratch(rows)
             self._resize_arena(need)
+
+    @property
+    def pipeline_source(self) -> str:
+        """Where pipeline() has it from."""
+        asked = self.options.pipeline is not None
+        return "as asked for" if asked else "by the profile" if self._profile is not None else "the default"
 
     def pipeline(self, num_rows: int) -> Pipeline:
         """How a prompt's pass of so many rows is read: as was asked for, else as the profile of this device says, else
@@ -427,6 +434,7 @@ class Engine:
 
         Fills logits [len(out_rows), vocab_size], or log_probs [len(out_rows)] with those of targets, and `routing`
         (ids, weights, scores), if given. stream: the pass is a prompt's, and whether its first; None: it is none."""
+        self.num_passes += 1
         self._before_pass(len(tokens), stream is None)
         ids, weights, scores = routing or (None, None, None)
         before, start = self.counters(), time.perf_counter()

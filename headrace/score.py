@@ -2,7 +2,7 @@
 
 Every pass reads what experts it routes to from disk, so passes are filled: rows of texts follow each other, whichever
 text they are of, and are cut where a pass is full. A prompt runs once for all its choices, in the same pass if there
-is room. What a text gets does not depend on what it shares a pass with (DESIGN.md, invariant 2).
+is room. What a text gets does not depend on what it shares a pass with.
 """
 
 from __future__ import annotations

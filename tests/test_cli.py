@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -220,7 +220,7 @@ def test_verify_and_its_failure(store, tmp_path):
     assert experts.name in done.stdout and "1 damaged" in done.stderr
 
 
-COMMANDS = ("run", "inspect", "pack", "verify", "bench", "simulate", "trace")
+COMMANDS = ("run", "inspect", "pack", "verify", "bench", "score", "tune", "simulate", "trace")
 
 
 def test_help_of_every_command():
@@ -462,10 +462,10 @@ def test_full_disk_while_packing_leaves_nothing(gguf, tmp_path):
 
 
 @contextmanager
-def start(args: list[object]) -> Iterator[subprocess.Popen]:
+def start(args: list[object], program: Sequence[str] = HEADRACE) -> Iterator[subprocess.Popen]:
     """A running command that has the terminal's signals, whatever this process was started with."""
     process = subprocess.Popen(
-        [*HEADRACE, *map(str, args)],
+        [*program, *map(str, args)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -484,9 +484,11 @@ def catches_interrupts(pid: int) -> bool:
     return bool(caught >> (signal.SIGINT - 1) & 1)
 
 
-def interrupt(args: list[object], after_s: float, wait_for_output: bool) -> tuple[int, float]:
+def interrupt(
+    args: list[object], after_s: float, wait_for_output: bool, program: Sequence[str] = HEADRACE
+) -> tuple[int, float]:
     """Starts a command, sends SIGINT, and returns its status and the seconds until it ended."""
-    with start(args) as process:
+    with start(args, program) as process:
         while not catches_interrupts(process.pid):
             time.sleep(0.01)  # until the interpreter has begun
         if wait_for_output:
@@ -535,6 +537,16 @@ def test_ctrl_c_while_generating():
 @pytest.mark.parametrize("after_s", [0.6, 1.0])
 def test_ctrl_c_while_loading_or_in_prefill(after_s):
     status, seconds = interrupt(["bench", "tiny", "--prompt", 3000, "--gen", 500, "--repeat", 50], after_s, False)
+    assert status == 130 and seconds < 5
+
+
+def test_ctrl_c_while_a_slow_device_reads_for_a_prompt(tmp_path):
+    # An arena of one expert, so hundreds of reads; what is in flight ends first (150 ms at most: benchmarks time it).
+    (tmp_path / "prompt").write_text("And the earth was without form, and void. " * 20)
+    plan = json.loads(headrace("inspect", "tiny", "-c", 512, "--json").stdout)["plan"]
+    args = ["run", "tiny", "-f", tmp_path / "prompt", "-n", 1, "-c", 512, "--memory", plan["minimum_bytes"]]
+    script = "from headrace import _core, cli; _core.disturb_reads(max_us=150000); cli.main()"
+    status, seconds = interrupt(args, 1.0, False, program=[sys.executable, "-c", script])
     assert status == 130 and seconds < 5
 
 

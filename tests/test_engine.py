@@ -15,6 +15,7 @@ from checkpoints import OLMOE, random_weights, write_gguf
 from headrace import _core
 from headrace.engine import Engine, EngineOptions
 from headrace.errors import HeadraceError
+from headrace.experts.pipeline import Pipeline
 from headrace.formats import open_checkpoint
 from headrace.models.families import build_graph
 from headrace.program import compile_graph
@@ -256,3 +257,28 @@ def test_engines_come_and_go_without_leaving_anything(gguf):
     after = held()
     assert after[:2] == (fds, threads)
     assert after[2] - pages < 512  # 2 MiB: less than 16 leaked engines hold
+
+
+@pytest.mark.parametrize("pipeline", [Pipeline(1, 1, 3), Pipeline(2, 3, 5), Pipeline(4, 2, 2, "after-routing")])
+def test_a_prompt_from_a_device_that_stumbles(gguf, expected, pipeline):
+    """Slow reads, short ones and one that fails, anywhere in the prompt: the right logits or an error that names the
+    file, and nothing is left behind either way."""
+    failed = 0
+    with load(gguf, pipeline=pipeline) as engine:
+        for fail_at in range(1, 60, 4):
+            engine.limit_arena(1)  # forgets what was read
+            engine.limit_arena(10 * engine._smallest_arena)
+            session = engine.session()
+            _core.disturb_reads(max_us=300, short_every=3, fail_at=fail_at)
+            try:
+                assert np.array_equal(session.prefill(PROMPTS[3]), expected[3])  # an early read may fail unused
+            except HeadraceError as error:
+                assert str(gguf) in str(error) and "Input/output error" in str(error)
+                assert session.length == 0
+                failed += 1
+            finally:
+                _core.disturb_reads()
+            if session.length == 0:
+                assert np.array_equal(session.prefill(PROMPTS[3]), expected[3])
+            session.close()
+    assert failed >= 5

@@ -13,16 +13,13 @@ import checkpoints
 import numpy as np
 import pytest
 from golden import tiny_random
+from oracle import run_int8
 from test_golden import FAMILIES, assert_matches, golden_logits
 
-from headrace import reference
 from headrace.engine import Engine, EngineOptions
 from headrace.formats import open_checkpoint
 from headrace.formats.checkpoint import DType
 from headrace.formats.pack import pack_store
-from headrace.models.blocks import INV_FREQ, inverse_frequencies
-from headrace.models.families import build_graph
-from headrace.reference import Reference, ReferenceSession
 
 IDS, N = tiny_random.prompt(), tiny_random.PROMPT_TOKENS
 
@@ -101,38 +98,7 @@ def test_engine_gives_the_golden_logits_from_every_kind_of_file(family, tmp_path
         assert other.tobytes() == logits[0].tobytes(), path.name
 
 
-NEAR_TIE = 3e-5  # of an int8 step: several times what float32 rounding moves a value by
-
-
 SEQUENCES = [IDS[i : i + 5] for i in range(0, len(IDS), 5)]
-
-
-def oracle_logits(checkpoint, monkeypatch) -> tuple[np.ndarray, np.ndarray]:
-    """Logits of SEQUENCES, row by row, and for each row whether it is clear.
-
-    A sequence is clear up to a value so close to the border between two int8 codes that float rounding decides
-    which it gets. From such a row on, engine and oracle may differ by what one step of one code does.
-    """
-    nearest = []
-    quantize = reference.quantize_q8
-
-    def watch(x):
-        blocks = x.astype(np.float32).reshape(-1, 32)
-        scaled = blocks * (np.float32(127) / np.abs(blocks).max(axis=1, keepdims=True))
-        nearest.append(np.abs(np.abs(scaled - np.trunc(scaled)) - 0.5).min())
-        return quantize(x)
-
-    monkeypatch.setattr(reference, "quantize_q8", watch)
-    graph = build_graph(checkpoint)
-    oracle = Reference(graph, checkpoint, {INV_FREQ: inverse_frequencies(checkpoint.config)[None]}, int8=True)
-    rows, clear = [], []
-    for sequence in SEQUENCES:
-        session = ReferenceSession(graph, np.float32)
-        nearest[:] = [1.0]
-        for token in sequence:
-            rows.append(oracle.run(session, [token], [0]))
-            clear.append(min(nearest) > NEAR_TIE)
-    return np.concatenate(rows), np.array(clear)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -141,7 +107,7 @@ def test_engine_is_the_oracle_in_int8_mode(family, dtype, tmp_path, monkeypatch)
     gguf = tmp_path / "model.gguf"
     checkpoints.write_gguf(gguf, spec_of(family), gguf_weights(family), dtype=dtype)
     checkpoint = open_checkpoint(gguf)
-    expected, clear = oracle_logits(checkpoint, monkeypatch)
+    expected, clear = run_int8(checkpoint, SEQUENCES, monkeypatch)
     with Engine(checkpoint, EngineOptions(context=5, kv_dtype=DType.F32, max_out_rows=5)) as engine:
         logits = []
         for sequence in SEQUENCES:

@@ -90,13 +90,13 @@ def test_a_replay_counts_what_the_run_counted(models, tmp_path, kind, policy, sl
     runs = []
     for delay_us in (0, 700):
         path = tmp_path / f"{delay_us}.trace"
-        _core.delay_reads(delay_us)
+        _core.disturb_reads(delay_us)
         try:
             with load(models[kind], policy, max_rows=12, record_routing=True) as engine:
                 engine.limit_arena(slots * engine._smallest_arena)
                 runs.append(recorded(path, engine))
         finally:
-            _core.delay_reads(0)
+            _core.disturb_reads()
         replay = replay_run(opened(path))
         assert replay.counters == runs[-1][1] and replay.settings.policy == policy
         assert (replay.num_tokens, replay.num_passes) == (41 + 24, 2 + 12 + 3 + 2 + 6)
@@ -119,13 +119,13 @@ def test_a_replay_counts_what_the_run_counted(models, tmp_path, kind, policy, sl
 def test_streamed_prompts_replay_whatever_the_pipeline(models, tmp_path, pipeline, slots):
     """Groups, banks and schedules, and an arena that holds what an earlier prompt left."""
     path = tmp_path / "t.trace"
-    _core.delay_reads(900)
+    _core.disturb_reads(900)
     try:
         with load(models["store"], "lru", pipeline=pipeline, record_routing=True) as engine:
             engine.limit_arena(slots * engine._smallest_arena)
             logits, counters = recorded(path, engine)
     finally:
-        _core.delay_reads(0)
+        _core.disturb_reads()
     assert replay_run(opened(path)).counters == counters
     with load(models["store"]) as engine:
         assert converse(engine.session()) == logits
@@ -139,7 +139,7 @@ def test_prefetches_replay(models, tmp_path, recall, slots):
     rng = np.random.default_rng(1)
     ids = np.sort(np.argsort(rng.random((60, 3, 16)), axis=2)[..., :3], axis=2).astype(np.uint16)
     routes = Replay("random", ids)
-    _core.delay_reads(600)
+    _core.disturb_reads(600)
     try:
         with load(models["store"], "lfu", oracle_recall=recall, record_routing=True, max_rows=16) as engine:
             engine.limit_arena(slots * engine._smallest_arena)
@@ -154,7 +154,7 @@ def test_prefetches_replay(models, tmp_path, recall, slots):
                 counters = session.decode_figures.counters
                 total = recorder.counters
     finally:
-        _core.delay_reads(0)
+        _core.disturb_reads()
     assert replay_run(opened(path)).counters == total
     assert counters["prefetches"] > 0
     if recall == 1 and slots == 20:
@@ -165,7 +165,7 @@ def test_prefetches_replay(models, tmp_path, recall, slots):
 def test_arenas_that_are_lowered_in_the_middle(models, tmp_path, policy):
     """As the guard of the budget lowers them, and as nothing else does: raised again."""
     path, sizes = tmp_path / "t.trace", {0: 30, 3: 20, 9: 4, 20: 11}
-    _core.delay_reads(300)
+    _core.disturb_reads(300)
     try:
         with load(models["store"], policy, record_routing=True, max_rows=12) as engine:
             passes = 0
@@ -181,7 +181,7 @@ def test_arenas_that_are_lowered_in_the_middle(models, tmp_path, policy):
                 converse(engine.session(observe=recorder.observe))
             counters = engine.counters()
     finally:
-        _core.delay_reads(0)
+        _core.disturb_reads()
     replay = replay_run(opened(path))
     assert replay.counters == {name: counters[name] for name in COUNTERS}
     assert replay.arena_bytes == [n * engine._smallest_arena for n in sizes.values()]
@@ -443,3 +443,23 @@ def test_a_recorded_pass_leaves_nothing_open(events):
     else:
         simulator.end_pass(np.array(events, np.uint32))
         assert simulator.counters()["loads"] == 0 and simulator.counters()["passes"] == 1
+
+
+def test_after_a_pass_that_failed_nothing_more_is_recorded(models, tmp_path):
+    """What it read and evicted is known to nobody, so what came after would not replay."""
+    path = tmp_path / "t.trace"
+    with load(models["gguf"], record_routing=True) as engine, Recorder(path, engine, identify(engine.checkpoint)) as r:
+        session = engine.session(observe=r.observe)
+        session.prefill(TOKENS[:20])
+        session.step(TOKENS[20])
+        engine.limit_arena(1)
+        _core.disturb_reads(fail_at=3)
+        try:
+            with pytest.raises(HeadraceError, match="Input/output error"):
+                session.prefill(TOKENS[21:30])
+        finally:
+            _core.disturb_reads()
+        with pytest.raises(HeadraceError, match="a pass was not recorded"):
+            session.step(TOKENS[21])
+        assert session.length == 21
+    assert replay_run(opened(path)).num_passes == 2

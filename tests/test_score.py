@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import pairwise
 from pathlib import Path
 
 import checkpoints
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from checkpoints import OLMOE, QWEN3, random_weights, write_gguf
 from golden import make_score
+from oracle import run_int8
 from test_cli import assert_one_line_error, headrace
 
 from headrace import _core, reference
@@ -22,9 +22,6 @@ from headrace.engine import Engine, EngineOptions
 from headrace.errors import HeadraceError
 from headrace.formats import open_checkpoint
 from headrace.formats.checkpoint import DType
-from headrace.models.blocks import INV_FREQ, inverse_frequencies
-from headrace.models.families import build_graph
-from headrace.reference import Reference, ReferenceSession
 from headrace.score import Item, Scorer, Sequence, choice_item, scoring_options, text_item
 from headrace.text.tokenizer import load_tokenizer
 
@@ -253,39 +250,6 @@ def test_memory_for_scoring_is_planned(gguf):
 # ---- against others
 
 
-NEAR_TIE = 3e-5  # of an int8 step: several times what float32 rounding moves a value by
-
-
-def oracle_log_probs(checkpoint, texts: list[list[int]], monkeypatch) -> tuple[np.ndarray, np.ndarray]:
-    """Of every token of each text but its first; and whether it is clear: see tests/test_parity.py."""
-    nearest = []
-    quantize, read_expert, experts = reference.quantize_q8, reference.read_expert, {}
-
-    def watch(x):
-        blocks = x.astype(np.float32).reshape(-1, 32)
-        scaled = blocks * (np.float32(127) / np.abs(blocks).max(axis=1, keepdims=True))
-        nearest.append(np.abs(np.abs(scaled - np.trunc(scaled)) - 0.5).min())
-        return quantize(x)
-
-    def read_once(checkpoint, layer, expert):
-        if (layer, expert) not in experts:
-            experts[layer, expert] = read_expert(checkpoint, layer, expert)
-        return experts[layer, expert]
-
-    monkeypatch.setattr(reference, "quantize_q8", watch)
-    monkeypatch.setattr(reference, "read_expert", read_once)
-    graph = build_graph(checkpoint)
-    oracle = Reference(graph, checkpoint, {INV_FREQ: inverse_frequencies(checkpoint.config)[None]}, int8=True)
-    log_probs, clear = [], []
-    for ids in texts:
-        session = ReferenceSession(graph, np.float32)
-        nearest[:] = [1.0]
-        for token, target in pairwise(ids):
-            log_probs.append(oracle.run(session, [token], [0], targets=[target])[0, 0])
-            clear.append(min(nearest) > NEAR_TIE)
-    return np.array(log_probs, np.float64), np.array(clear)
-
-
 def perplexity(log_probs: np.ndarray) -> float:
     return math.exp(-log_probs.astype(np.float64).mean())
 
@@ -300,7 +264,7 @@ def test_perplexity_of_tiny_is_the_oracles(monkeypatch):
     options = EngineOptions(context=4, kv_dtype=DType.F32)
     with Engine(checkpoint, scoring_options(checkpoint, items, options)) as engine:
         got = np.concatenate([r[0] for r in Scorer(engine).run(items)])
-    expected, clear = oracle_log_probs(checkpoint, pieces, monkeypatch)
+    expected, clear = run_int8(checkpoint, pieces, monkeypatch, scores=True)
     assert len(got) == len(expected) == 180 and clear.sum() >= 50
     assert np.abs(got - expected)[clear].max() < 2e-5
     assert perplexity(got[clear]) == pytest.approx(perplexity(expected[clear]), rel=1e-5)
@@ -442,14 +406,14 @@ def test_texts_that_are_wrong_are_named(tmp_path, refused):
 
 def test_questions_that_are_wrong_are_named(tmp_path, refused):
     for question, *parts in (
-        ({"prompt": "a", "choices": []}, '"choices": expected a list of strings', "found []"),
-        ({"prompt": "a", "choices": "b"}, '"choices": expected a list of strings', "found 'b'"),
+        ({"prompt": "a", "choices": []}, '"choices": expected a list of one string or more', "found []"),
+        ({"prompt": "a", "choices": "b"}, '"choices": expected a list of one string or more', "found 'b'"),
         ({"prompt": "a", "choices": ["b", 3]}, '"choices[1]": expected a string', "found 3"),
         ({"choices": ["b"]}, '"prompt": expected a string', "found nothing"),
         ({"prompt": "", "choices": ["b"]}, "the prompt has no tokens of its own"),
         ({"prompt": "a", "choices": [""]}, "choice 0 adds no token"),
         ({"prompt": "a", "choices": ["b", "c"], "answer": 2}, '"answer"', "0 to 1", "found 2"),
-        ({"prompt": "a", "choices": ["b", "c"], "answer": True}, '"answer"', "found True"),
+        ({"prompt": "a", "choices": ["b", "c"], "answer": True}, '"answer"', "found true"),
         ({"prompt": "a", "choices": ["b", "b"], "answer": "b"}, '"answer"', "found 'b'"),
     ):
         file = write_lines(tmp_path / "questions", [QUESTIONS[0], question])
@@ -462,8 +426,11 @@ def test_errors_of_the_command_are_one_line(tmp_path):
     assert_one_line_error(headrace("score", "tiny", tmp_path), "Is a directory")
     file = write_lines(tmp_path / "questions", [{"prompt": "a"}])
     assert_one_line_error(headrace("score", "tiny", file, "--choices"), "line 1", '"choices"')
-    done = headrace("score", "tiny", file, "--choices", "--stride", 4)
-    assert done.returncode == 2 and "--stride" in done.stderr
+    for usage in ((file, "--choices", "--stride", 4), (file, "-c", 8, "--stride", 8)):
+        done = headrace("score", "tiny", *usage)
+        assert done.returncode == 2 and "--stride" in done.stderr
+    done = headrace("score", "tiny", file, "-c", 1)  # one position is a token without a probability
+    assert done.returncode == 2 and "--context" in done.stderr
 
 
 # ---- tokens of a long text

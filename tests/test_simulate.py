@@ -337,7 +337,7 @@ def test_the_simulator_counts_what_the_engine_did(store, policy, slots):
     counts = []
     for delay_us in (0, 800):
         seen: list[np.ndarray] = []
-        _core.delay_reads(delay_us)
+        _core.disturb_reads(delay_us)
         try:
             with load(store, policy, record_routing=True, max_out_rows=4) as engine:
                 engine.limit_arena(slots * engine._smallest_arena)
@@ -349,7 +349,7 @@ def test_the_simulator_counts_what_the_engine_did(store, policy, slots):
                 counts.append(engine.counters())
                 simulated = replayed(engine, slots, policy, seen)
         finally:
-            _core.delay_reads(0)
+            _core.disturb_reads()
         assert len(seen) == 3 + 18 + 3
         assert {k: counts[-1][k] for k in COUNTERS} == {k: simulated[k] for k in COUNTERS}
     assert counts[0]["evictions"] > 0 or slots == 48
@@ -363,7 +363,7 @@ def test_the_oracle_in_the_engine_is_that_of_the_simulator(store, tmp_path, poli
     ids = random_ids(30, 3, config.num_experts, config.num_experts_per_tok)
     replay = load_replay(open_trace(write_jsonl(tmp_path / "t.jsonl", ids)), 30)
     choice = parse_policy(policy)
-    _core.delay_reads(500)
+    _core.disturb_reads(500)
     try:
         with load(store, choice.native, max_out_rows=8) as engine:
             engine.limit_arena(slots * engine._smallest_arena)
@@ -378,7 +378,7 @@ def test_the_oracle_in_the_engine_is_that_of_the_simulator(store, tmp_path, poli
             simulated = replayed(engine, slots, "belady", passes, choice.lookahead)
             lru = replayed(engine, slots, "lru", passes)
     finally:
-        _core.delay_reads(0)
+        _core.disturb_reads()
     assert {k: counters[k] for k in COUNTERS} == {k: simulated[k] for k in COUNTERS}
     assert simulated["loads"] <= lru["loads"]
 

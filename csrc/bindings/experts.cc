@@ -187,18 +187,21 @@ void init_experts(nb::module_& m) {
           "Bytes of slots that hold all experts.");
 
   m.def(
-      "delay_reads",
-      [](uint32_t max_us) {
+      "disturb_reads",
+      [](uint32_t max_us, uint64_t short_every, uint64_t fail_at) {
         nb::gil_scoped_release release;
-        if (max_us == 0) return set_read_hook(nullptr);
+        if (max_us == 0 && short_every == 0 && fail_at == 0) return set_read_hook(nullptr);
         auto reads = std::make_shared<std::atomic<uint64_t>>(0);
-        set_read_hook([max_us, reads](const std::string&, uint64_t, uint64_t) {
-          const uint64_t n = ++*reads * 0x9E3779B97F4A7C15u >> 32;
-          std::this_thread::sleep_for(std::chrono::microseconds(n % max_us));
-          return 0;
+        set_read_hook([=](const std::string&, uint64_t, uint64_t) {
+          const uint64_t n = ++*reads;
+          if (max_us) std::this_thread::sleep_for(std::chrono::microseconds((n * 0x9E3779B97F4A7C15u >> 32) % max_us));
+          if (n == fail_at) return EIO;
+          return short_every && n % short_every == 0 ? -1 : 0;
         });
       },
-      "max_us"_a, "For tests: every read of an expert waits for up to so long before it starts; 0: none does.");
+      "max_us"_a = 0, "short_every"_a = 0, "fail_at"_a = 0,
+      "For tests: every read of an expert waits for up to max_us before it starts, each short_every-th gives half of\n"
+      "what was asked for, and the fail_at-th from now fails. Without arguments nothing of that happens.");
 
   using NoGil = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<ExpertMemory>(m, "ExpertMemory", "The arena of expert slots, and the threads that load experts.")

@@ -149,6 +149,10 @@ void check_shorter(const Program& shorter, const Program& longer) {
                 " rows and " + str(longer.scratch_bytes));
 }
 
+// Where more of a layer's experts are expected to have no routes, reading them for nothing takes longer than reading
+// would have to wait for the routes (docs/prefill.md).
+constexpr double kMostMissed = 0.25;
+
 }  // namespace
 
 struct Executor::Impl {
@@ -229,7 +233,7 @@ struct Executor::Impl {
                   " positions of a state that holds " + str(length));
   }
 
-  // Layers whose experts may be read before their routes are known: those of which at least half are expected to be
+  // Layers whose experts may be read before their routes are known: those of which three quarters are expected to be
   // routed to, if routes were drawn evenly.
   std::vector<bool> layers_to_read_early(const Pass& pass) const {
     std::vector<bool> layers(experts->source().layers.size(), false);
@@ -239,7 +243,7 @@ struct Executor::Impl {
       const double rows = static_cast<double>(all_rows ? pass.tokens.size() : pass.out_rows.size());
       const double top_k = static_cast<double>(program.values[op.inputs[1]].width);
       const double missed = 1 - top_k / static_cast<double>(op.attr_int[attr_experts::kNumExperts]);
-      layers[static_cast<size_t>(op.attr_int[attr_experts::kLayer])] = std::pow(missed, rows) <= 0.5;
+      layers[static_cast<size_t>(op.attr_int[attr_experts::kLayer])] = std::pow(missed, rows) <= kMostMissed;
     }
     return layers;
   }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -122,6 +122,7 @@ def bench(
                 warm.close()
             session = engine.session(replay=replay)
             session.prefill(ids[:prompt_tokens])
+            pipeline = engine.pipeline(min(prompt_tokens, engine.max_rows))
             for token in ids[prompt_tokens:]:
                 session.step(token)
             runs.append(
@@ -138,6 +139,8 @@ def bench(
             **engine.report(),
             "policy": policy.name,
             "schedule": schedule.name,
+            "pipeline": asdict(pipeline),
+            "pipeline_from": engine.pipeline_source,
             "oracle_recall": oracle_recall,
             **middle,
             "prompt_tokens": prompt_tokens,
@@ -164,6 +167,8 @@ def bench(
         )
         + f" (median of {repeat}); "
         + (f"routes of {replay.name}; " if replay is not None else "")
-        + f"residency {percent(report['residency'])}, peak memory {format_size(report['peak_rss_bytes'])} "
+        + f"{schedule.name} G {pipeline.group_size} Q {pipeline.queue_depth} B {pipeline.banks} "
+        f"({engine.pipeline_source}); residency {percent(report['residency'])}, "
+        f"peak memory {format_size(report['peak_rss_bytes'])} "
         f"of {format_size(report['budget_bytes'])}, {report['num_threads']} threads, {report['isa']}"
     )

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import HeadraceError, UsageError
 
+KINDS = ("jpg", "pdf", "png", "svg", "webp")
+
 
 def check_plot(path: Path) -> None:
-    """Refuses a plot that could not be made."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-    except ImportError:
-        raise HeadraceError("plots need Matplotlib: pip install matplotlib") from None
-    kinds = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix[1:].lower() not in kinds:
-        raise UsageError("--plot", f"expected a name that ends in one of .{', .'.join(sorted(kinds))}, found '{path}'")
+    """Refuses a plot that could not be made. Does not load Matplotlib, whose memory would count in a budget."""
+    if find_spec("matplotlib") is None:
+        raise HeadraceError("plots need Matplotlib: pip install matplotlib")
+    if path.suffix[1:].lower() not in KINDS:
+        raise UsageError("--plot", f"expected a name that ends in one of .{', .'.join(KINDS)}, found '{path}'")
     if not path.absolute().parent.is_dir():
         raise HeadraceError(f"{path.absolute().parent}: no such directory to write the plot in; make it first")
 

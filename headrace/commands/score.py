@@ -18,7 +18,7 @@ from headrace.commands.model import open_model_and_text, warn
 from headrace.commands.run import figures_line, prefill_progress, session_report
 from headrace.commands.trace_report import count_of
 from headrace.engine import Engine, EngineOptions
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, UsageError
 from headrace.models.fields import shown
 from headrace.score import Item, Scorer, choice_item, scoring_options, text_item
 from headrace.text.files import STDIN, read_text
@@ -91,6 +91,8 @@ def score(options: ScoreOptions) -> None:
         raise HeadraceError(f"{options.file}: holds no text; expected one at least")
     limit = checkpoint.config.max_position_embeddings
     context = options.context or min(max(r.longest for r in records), limit)
+    if options.stride is not None and options.stride >= context and options.context is not None:
+        raise UsageError("--stride", f"expected 1 to {context - 1} for a context of {context}, found {options.stride}")
     items = [_item(record, context, options.stride) for record in records]
     engine_options = EngineOptions(
         context=context, memory_bytes=options.memory_bytes, num_threads=options.num_threads, warn=warn
@@ -177,7 +179,7 @@ def _question(where: str, values: dict[str, Any], tokenizer: Tokenizer) -> _Ques
     prompt, choices, answer = (values.get(name) for name in ("prompt", "choices", "answer"))
     text = _string(where, "prompt", prompt)
     if not isinstance(choices, list) or not choices:
-        raise HeadraceError(f'{where}: "choices": expected a list of strings, found {_found(choices)}')
+        raise HeadraceError(f'{where}: "choices": expected a list of one string or more, found {_found(choices)}')
     texts = [_string(where, f"choices[{i}]", choice) for i, choice in enumerate(choices)]
     if isinstance(answer, str) and texts.count(answer) == 1:
         answer = texts.index(answer)

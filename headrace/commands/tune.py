@@ -49,9 +49,8 @@ def tune(
         arena_bytes, max_rows, plan = e.prompt_arena_bytes(e.max_rows), e.max_rows, e.plan
         calibration = calibrate(e, progress)
     profile = calibration.profile
-    measured_sizes = sorted({p.group_size for p in calibration.passes})
-    if len(measured_sizes) < 2 and len(shape.group_sizes()) > 1:
-        warn(f"there was time for groups of {measured_sizes[0]} alone; tune again when the machine has less to do")
+    if len(profile.group_sizes) < 2 and len(shape.group_sizes()) > 1:
+        warn(f"there was time for groups of {profile.group_sizes[0]} alone; tune again when the machine has less to do")
     _core.exit_on_interrupt(False)
     path = save_profile(profile, checkpoint)
     limit = checkpoint.config.max_position_embeddings
@@ -70,7 +69,7 @@ def tune(
         "queue_depth": profile.queue_depth,
         "bandwidths": [asdict(b) for b in profile.bandwidths],
         "calibration_tokens": profile.calibration_tokens,
-        "calibration_group_sizes": measured_sizes,
+        "calibration_group_sizes": profile.group_sizes,
         "read": asdict(profile.times.read),
         "compute": asdict(profile.times.compute),
         "non_expert": asdict(profile.times.non_expert),
@@ -78,7 +77,7 @@ def tune(
         "seconds": time.perf_counter() - start,
     }
     if plot is not None:
-        _plot(plot, checkpoint.name, calibration, shape, arena_bytes, plan.budget_bytes - arena_bytes)
+        _plot(plot, checkpoint.name, calibration, shape, arena_bytes, plan.other_bytes)
         report["plot"] = str(plot)
     if as_json:
         print(json.dumps(report))
@@ -141,7 +140,8 @@ def _plot(
         columns = zip(rows["layer"], rows["start_s"], rows["end_s"], strict=True)
         return [Span(int(layer), float(begin), float(end), used) for layer, begin, end in columns if layer in layers]
 
-    title = f"measured with G {measured.group_size}, layers {layers[0]} and {layers[1]}"
+    two = f"layers {layers[0]} and {layers[1]}"
+    title = f"measured with G {measured.group_size}, Q {measured.queue_depth}: {two}"
     plot_tune(
         TunePlot(
             f"{name}, {profile.calibration_tokens} tokens, {profile.device.num_threads} threads",
@@ -150,7 +150,12 @@ def _plot(
             points,
             times["compute_s"],
             [
-                predicted_layers(times, counts, layers),
+                predicted_layers(
+                    times,
+                    counts,
+                    layers,
+                    f"predicted for G {here.group_size}, Q {here.queue_depth}, B {here.banks}: {two}",
+                ),
                 LayersTimeline(title, spans(measured.reads, True), spans(measured.computes, True)),
             ],
         ),

@@ -71,8 +71,11 @@ def _plot_front(axis: Any, p: TunePlot) -> None:
     front = pareto_front(p.curves)
     x, y = [memory(f.bank_bytes) for f in front], [f.seconds for f in front]
     axis.step(x, y, where="post", color="black", linewidth=1.6, label="Pareto front")
-    for (name, point), marker in zip(p.chosen.items(), "oDs^vPX*", strict=False):
-        label = f"{name}: G {point.group_size}, Q {point.queue_depth}, B {point.banks}"
+    names: dict[Point, list[str]] = {}  # of each point, so that none hides another
+    for name, point in p.chosen.items():
+        names.setdefault(point, []).append(name)
+    for (point, here), marker in zip(names.items(), "oDs^vPX*", strict=False):
+        label = f"{', '.join(here)}: G {point.group_size}, Q {point.queue_depth}, B {point.banks}"
         axis.plot(memory(point.bank_bytes), point.seconds, marker, color="crimson", markersize=7, label=label)
     axis.axhline(p.resident_s, linestyle=":", color="black", label="everything resident")
     axis.set(xlabel="process memory with these banks, GiB", ylabel="prefill, s", xscale="log")
@@ -109,7 +112,9 @@ def _bar(axis: Any, span: Span, start: float, row: int, colour: str) -> None:
     )
 
 
-def predicted_layers(times: dict[str, Any], num_groups: Sequence[int], layers: Sequence[int]) -> LayersTimeline:
+def predicted_layers(
+    times: dict[str, Any], num_groups: Sequence[int], layers: Sequence[int], title: str
+) -> LayersTimeline:
     """times: PipelineModel.times(). num_groups: of each layer, counted through the passes."""
     first = np.concatenate([[0], np.cumsum(num_groups)])
     reads, computes = [], []
@@ -120,4 +125,4 @@ def predicted_layers(times: dict[str, Any], num_groups: Sequence[int], layers: S
                 reads.append(Span(layer, times["read_begin_s"][k], times["read_end_s"][k], is_used))
             if is_used:
                 computes.append(Span(layer, times["compute_begin_s"][k], times["compute_end_s"][k]))
-    return LayersTimeline(f"predicted, layers {layers[0]} and {layers[-1]}", reads, computes)
+    return LayersTimeline(title, reads, computes)

@@ -33,7 +33,7 @@ class Recorder:
         policy = engine.options.policy
         if policy not in replayable_policies():
             raise HeadraceError(f"cache policy {policy!r}: a run that is told the future cannot be recorded")
-        self._engine, self._length = engine, 0
+        self._engine, self._length, self._num_passes = engine, 0, engine.num_passes
         self.counters = dict.fromkeys(COUNTERS, 0)  # at the end of the last pass
         config, layers = engine.config, range(len(engine.checkpoint.experts))
         settings = RunSettings(
@@ -47,6 +47,12 @@ class Recorder:
 
     def observe(self, routing: Routing) -> None:
         """For Engine.session(observe=...). A rollback to the beginning starts another sequence."""
+        self._num_passes += 1
+        if self._engine.num_passes != self._num_passes:
+            raise HeadraceError(
+                "recording: a pass was not recorded, since it failed or was another session's, but it changed what is "
+                "in memory; load the model again and record anew"
+            )
         if routing.first == 0:
             self.writer.end_sequence()
         elif routing.first != self._length:

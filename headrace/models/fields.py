@@ -13,7 +13,7 @@ _REQUIRED: Any = object()
 
 def shown(value: object) -> str:
     """A value from a file for an error message: one short line whatever the file holds."""
-    text = repr(value)
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -138,7 +138,7 @@ class _Calibrator:
             for k, cell in enumerate(cells):
                 self.progress(0.25 * (i + k / len(cells)) / READ_ROUNDS, f"reading, G {cell[0]}, Q {cell[1]}")
                 speeds[cell].append(self.read_speed(*cell))
-        return [Bandwidth(g, q, float(np.median(each)), max(each)) for (g, q), each in speeds.items()]
+        return [Bandwidth(g, q, float(np.median(each))) for (g, q), each in speeds.items()]
 
     def read_speed(self, group_size: int, queue_depth: int) -> float:
         """Bytes a second of groups that nobody computes. What earlier reads left in the arena is passed over."""
@@ -262,6 +262,7 @@ class _Calibrator:
             queue_depth=depth,
             bandwidths=tuple(bandwidths),
             times=fit_passes(passes, self.shape, engine.config.num_experts_per_tok),
+            group_sizes=tuple(sorted({p.group_size for p in passes})),
             calibration_tokens=tokens,
         )
 

@@ -44,17 +44,16 @@ class Curve:
 
 
 def choose_queue_depth(bandwidths: Sequence[Bandwidth]) -> int:
-    """Equation 7: the least depth at which every group size reads with ENOUGH_BANDWIDTH of its peak. What a depth
-    reached at best is held against the highest median, so that noise does not deepen the queue."""
+    """Equation 7: the least depth with ENOUGH_BANDWIDTH of the best one's. A depth counts by its mean over group sizes,
+    each in shares of that size's peak: one cell alone is as uncertain as the depths differ."""
     peak: dict[int, float] = {}
     for b in bandwidths:
         peak[b.group_size] = max(peak.get(b.group_size, 0), b.bytes_per_s)
-    share: dict[int, float] = {}
+    shares: dict[int, list[float]] = {}
     for b in bandwidths:
-        share[b.queue_depth] = min(share.get(b.queue_depth, 1.0), b.best_bytes_per_s / peak[b.group_size])
-    # Where the group sizes' best depths differ there may be none; the one that comes closest is the best there is.
-    enough = min(ENOUGH_BANDWIDTH, max(share.values()))
-    return min(depth for depth, least in share.items() if least >= enough)
+        shares.setdefault(b.queue_depth, []).append(b.bytes_per_s / peak[b.group_size])
+    mean = {depth: sum(each) / len(each) for depth, each in shares.items()}
+    return min(depth for depth, share in mean.items() if share >= ENOUGH_BANDWIDTH * max(mean.values()))
 
 
 def max_banks(shape: ModelShape, group_size: int, arena_bytes: int) -> int:
@@ -65,17 +64,19 @@ def max_banks(shape: ModelShape, group_size: int, arena_bytes: int) -> int:
 def predict(
     profile: Profile, shape: ModelShape, passes: Sequence[PromptPass], arena_bytes: int, queue_depth: int | None = None
 ) -> list[Curve]:
-    """Of every group size of which as many banks fit as reads are in flight. queue_depth: the profile's, or, where no
-    group size is small enough for it, the largest for which one is."""
+    """Of every group size that was measured and of which as many banks fit as reads are in flight; where the arena is
+    too small for all of those, of those that were not. queue_depth: the profile's, or, where no group size is small
+    enough for it, the largest for which one is."""
     request = Request(shape, profile.times, passes)
-    most = {g: max_banks(shape, g, arena_bytes) for g in shape.group_sizes()}
+    sizes = sorted({*profile.group_sizes, *shape.group_sizes()})
+    most = {g: max_banks(shape, g, arena_bytes) for g in sizes}
     depth = queue_depth or min(profile.queue_depth, max(most.values()))
+    fits = [g for g in sizes if most[g] >= depth > 0]
     curves = []
-    for group_size, banks in most.items():
-        if banks >= depth > 0:
-            model = request.model(group_size, profile.depth_factor(group_size, depth))
-            seconds = model.sweep_banks(depth, depth, banks)
-            curves.append(Curve(group_size, depth, depth, group_size * shape.largest_record_bytes, seconds))
+    for group_size in [g for g in fits if g in profile.group_sizes] or fits:
+        model = request.model(group_size, profile.depth_factor(group_size, depth))
+        seconds = model.sweep_banks(depth, depth, most[group_size])
+        curves.append(Curve(group_size, depth, depth, group_size * shape.largest_record_bytes, seconds))
     return curves
 
 

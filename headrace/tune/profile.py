@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from headrace.models.fields import Fields
 from headrace.tune.request import ModelShape
 from headrace.tune.service_times import ComputeTimes, NonExpertTimes, ReadTimes, ServiceTimes
 
-FORMAT, FORMAT_VERSION = "headrace-profile", 1
+FORMAT, FORMAT_VERSION = "headrace-profile", 2
 MAX_PROFILE_BYTES = 1 << 20
 MAX_ENTRIES = 256  # group sizes, bandwidths
 MAX_QUEUE_DEPTH = 64
@@ -54,12 +53,11 @@ class Device:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Of grouped reads, with so many in flight: the median and the best of several measurements."""
+    """Of grouped reads, with so many in flight: the median of several measurements."""
 
     group_size: int
     queue_depth: int
     bytes_per_s: float
-    best_bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -70,6 +68,7 @@ class Profile:
     queue_depth: int  # Q, by equation 7
     bandwidths: tuple[Bandwidth, ...]
     times: ServiceTimes
+    group_sizes: tuple[int, ...]  # that passes were measured with, ascending
     calibration_tokens: int
 
     def depth_factor(self, group_size: int, queue_depth: int) -> float:
@@ -142,15 +141,15 @@ def save_profile(profile: Profile, checkpoint: Checkpoint) -> Path:
 
 
 def _write(path: Path, data: bytes) -> Path:
-    fd, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(fd, "wb") as file:
+        with partial.open("wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(fd)
+            os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
-        Path(partial).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
     return path
 
@@ -210,6 +209,7 @@ def _to_json(p: Profile) -> dict[str, Any]:
         "non_expert": asdict(p.times.non_expert),
         "layer_factors": list(p.times.layer_factors),
         "shares": np.round(p.times.shares, 6).tolist(),
+        "group_sizes": list(p.group_sizes),
         "calibration_tokens": p.calibration_tokens,
     }
 
@@ -230,7 +230,6 @@ def _from_json(fields: Fields, shape: ModelShape) -> Profile:
                 _group_size(b, shape),
                 b.integer("queue_depth", high=MAX_QUEUE_DEPTH),
                 b.positive("bytes_per_s"),
-                b.positive("best_bytes_per_s"),
             )
             for b in _objects(fields, "bandwidths")
         ),
@@ -241,6 +240,7 @@ def _from_json(fields: Fields, shape: ModelShape) -> Profile:
             tuple(factors),
             np.array([_numbers(fields, "shares", row, shape.num_experts[i], high=1.0) for i, row in enumerate(shares)]),
         ),
+        group_sizes=_group_sizes(fields, shape),
         calibration_tokens=fields.integer("calibration_tokens"),
     )
 
@@ -254,6 +254,14 @@ def _objects(fields: Fields, key: str) -> list[Fields]:
 
 def _group_size(fields: Fields, shape: ModelShape) -> int:
     return fields.integer("group_size", high=max(shape.num_experts))
+
+
+def _group_sizes(fields: Fields, shape: ModelShape) -> tuple[int, ...]:
+    sizes, most = fields.items("group_sizes"), max(shape.num_experts)
+    is_count = all(type(g) is int and 1 <= g <= most for g in sizes)
+    if not is_count or not 1 <= len(sizes) <= MAX_ENTRIES or sizes != sorted(set(sizes)):
+        raise fields.wrong("group_sizes", f"numbers from 1 to {most}, ascending")
+    return tuple(sizes)
 
 
 def _times(fields: Fields, key: str, kind: Any) -> Any:

@@ -102,6 +102,6 @@ class Request:
         return _core.PipelineModel(before, begins, early, counts, np.concatenate(groups), non_expert.after_s)
 
     def _reads_early(self, layer: int, rows: int) -> bool:
-        """As the executor decides (layers_to_read_early): if at least half of the experts are expected to be used."""
+        """As the executor decides (layers_to_read_early): if three quarters of the experts are expected to be used."""
         used = float(self.times.shares[layer].sum()) / self.shape.num_experts[layer]
-        return (1 - used) ** rows <= 0.5
+        return (1 - used) ** rows <= 0.25

@@ -14,20 +14,14 @@ from pathlib import Path
 import numpy as np
 
 from golden import tiny_random
+from golden.transformers_model import load_model, versions
 
 
 def transformers_logits(directory: Path) -> np.ndarray:
     """Prompt in one pass, then single steps through the cache."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        experts_implementation="eager",
-        local_files_only=True,
-    ).eval()
+    model = load_model(directory)
     ids, n = tiny_random.prompt(), tiny_random.PROMPT_TOKENS
     rows = []
     with torch.no_grad():
@@ -40,15 +34,11 @@ def transformers_logits(directory: Path) -> np.ndarray:
 
 
 def main() -> None:
-    import torch
-    import transformers
-
-    versions = f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
     for family in tiny_random.CONFIGS:
         with tempfile.TemporaryDirectory() as directory:
             logits = transformers_logits(tiny_random.write(family, Path(directory)))
-        np.savez_compressed(Path(__file__).parent / f"{family}.npz", logits=logits, versions=np.array(versions))
-        print(family, logits.shape, f"std {logits.std():.4f}", versions)
+        np.savez_compressed(Path(__file__).parent / f"{family}.npz", logits=logits, versions=np.array(versions()))
+        print(family, logits.shape, f"std {logits.std():.4f}", versions())
 
 
 if __name__ == "__main__":

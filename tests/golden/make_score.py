@@ -14,6 +14,7 @@ from pathlib import Path
 import checkpoints
 import numpy as np
 
+from golden.transformers_model import load_model, versions
 from headrace.commands.model import open_model
 from headrace.formats.checkpoint import Checkpoint
 from headrace.reference import read_embedding_row, read_expert, read_tensor
@@ -54,31 +55,20 @@ def spec_of(checkpoint: Checkpoint) -> checkpoints.Spec:
 
 def transformers_log_probs(checkpoint: Checkpoint) -> np.ndarray:
     import torch
-    from transformers import AutoModelForCausalLM
 
     ids = torch.tensor([token_ids(checkpoint)])
     with tempfile.TemporaryDirectory() as directory:
         path = checkpoints.write_hf(Path(directory), spec_of(checkpoint), float_weights(checkpoint))
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            experts_implementation="eager",
-            local_files_only=True,
-        ).eval()
+        model = load_model(path)
         with torch.no_grad():
             logits = model(ids).logits[0, :-1].double()
     return torch.log_softmax(logits, dim=1).gather(1, ids[0, 1:, None])[:, 0].numpy()
 
 
 def main() -> None:
-    import torch
-    import transformers
-
-    versions = f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
     log_probs = transformers_log_probs(open_model("tiny"))
-    np.savez_compressed(GOLDEN / "score.npz", log_probs=log_probs, versions=np.array(versions))
-    print(f"{len(log_probs)} tokens, perplexity {np.exp(-log_probs.mean()):.4f}", versions)
+    np.savez_compressed(GOLDEN / "score.npz", log_probs=log_probs, versions=np.array(versions()))
+    print(f"{len(log_probs)} tokens, perplexity {np.exp(-log_probs.mean()):.4f}", versions())
 
 
 if __name__ == "__main__":
