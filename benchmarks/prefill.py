@@ -16,8 +16,8 @@ schedules  on demand, after routing, early, and EStream's ablations, for a promp
 sweep      every (G, Q, B) of --sizes, --depths and --banks that fits each share, in another order every round, each
            run over the machine's speed at the time; and what the profile (`headrace tune STORE`) or, without one, the
            default chooses.
-handover   decode after a prompt (--trace: its routes; needed here): hit rate of the first 64 steps with what the
-           prompt's routes keep, and, by the simulator, with what the prompt used last.
+handover   decode after a prompt (--trace: its routes; needed here): hit rate of the first steps with what the prompt's
+           routes keep, and, by the simulator, with what the prompt used last.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,7 +39,6 @@ from compare_llama_cpp import write_results
 
 from headrace import _core, machine
 from headrace.commands.bench import open_replay
-from headrace.commands.run import hit_rate
 from headrace.engine import Engine, EngineOptions, make_plan
 from headrace.errors import HeadraceError
 from headrace.experts.pipeline import Pipeline, ablation, default_pipeline, fit_pipeline
@@ -285,22 +285,20 @@ class Bench:
             )
         return rows
 
-    def lru_hit_rate(self, replay: Replay, tokens: int, arena_bytes: int) -> float:
-        """Of the steps after a prompt that leaves in memory what it used last."""
+    def lru_hit_rates(self, replay: Replay, tokens: int, arena_bytes: int) -> list[float]:
+        """Of each step after a prompt that leaves in memory what it used last."""
         shape = shape_of(self.checkpoint)
         simulator = _core.Simulator(
             list(shape.num_experts), list(shape.record_bytes), arena_bytes, "lru", window=2**32 - 1
         )
-        before: dict[str, int] = {}
+        counts = []
         for first, n in [(0, tokens), *((tokens + i, 1) for i in range(DECODE_STEPS))]:
             ids = np.ascontiguousarray(replay.rows(first, n).transpose(1, 0, 2))
             ids[:-1, -1] = -1  # rows without wanted logits do not go through the last layer's experts
             simulator.feed(ids)
             simulator.end_pass()
-            before = before or simulator.counters()
-        after = simulator.counters()
-        loads = after["loads"] - before["loads"]
-        return 1 - loads / sum(after[name] - before[name] for name in ("hits", "late_hits", "loads"))
+            counts.append(simulator.counters())
+        return hit_rates(counts)
 
     def handover(self) -> list[dict[str, Any]]:
         if not self.args.trace:
@@ -311,18 +309,36 @@ class Bench:
         for share in self.args.shares:
             budget = self.budget_bytes(tokens, share)
             arena = int(share * self.source.total_bytes())
-            row: dict[str, Any] = {"share": share, "last layers": self.lru_hit_rate(replay, tokens, arena)}
             given = options(tokens, self.args, memory_bytes=budget, pipeline=self.pipeline(tokens, share))
             with Engine(self.checkpoint, given) as engine:
                 engine.limit_arena(arena)
                 session = engine.session(replay=replay)
                 session.prefill([1] * tokens)
+                counts = [engine.counters()]
                 for _ in range(DECODE_STEPS):
                     session.step(1)
-                row["by routes"] = hit_rate(session.decode_figures)
-            print(f"{share:6.1%}: hit rate {row['by routes']:.3f}, with the last layers {row['last layers']:.3f}")
+                    counts.append(engine.counters())
+            by_routes, last = hit_rates(counts), self.lru_hit_rates(replay, tokens, arena)
+            row: dict[str, Any] = {"share": share, "by_routes": by_routes, "used_last": last}
             rows.append(row)
+            for n in (1, 4, 16, DECODE_STEPS):
+                mean = [sum(rates[:n]) / n for rates in (by_routes, last)]
+                print(
+                    f"{share:6.1%}, {n} steps: hit rate {mean[0]:.3f}, with what was used last {mean[1]:.3f}",
+                    flush=True,
+                )
         return rows
+
+
+def hit_rates(counts: list[dict[str, int]]) -> list[float]:
+    """Between one of these counters and the next: uses that needed no demand read, over uses."""
+    rates = []
+    for before, after in pairwise(counts):
+        uses, loads = (
+            sum(after[n] - before[n] for n in names) for names in (("hits", "late_hits", "loads"), ("loads",))
+        )
+        rates.append(1 - loads / uses)
+    return rates
 
 
 def without_drift(seconds: np.ndarray) -> np.ndarray:

@@ -456,7 +456,7 @@ def test_after_a_pass_that_failed_nothing_more_is_recorded(models, tmp_path):
         _core.disturb_reads(fail_at=3)
         try:
             with pytest.raises(HeadraceError, match="Input/output error"):
-                session.prefill(TOKENS[21:30])
+                session.step(TOKENS[21])
         finally:
             _core.disturb_reads()
         with pytest.raises(HeadraceError, match="a pass was not recorded"):
