@@ -11,7 +11,7 @@ import checkpoints
 import numpy as np
 import pytest
 from checkpoints import OLMOE, QWEN3, random_weights, write_gguf
-from golden import make_score
+from golden import make_held_out, make_score
 from oracle import run_int8
 from test_cli import assert_one_line_error, headrace
 
@@ -269,6 +269,18 @@ def test_perplexity_of_tiny_is_the_oracles(monkeypatch):
     assert np.abs(got - expected)[clear].max() < 2e-5
     assert perplexity(got[clear]) == pytest.approx(perplexity(expected[clear]), rel=1e-5)
     assert perplexity(got) == pytest.approx(perplexity(expected), rel=1e-3)
+
+
+def test_perplexity_of_held_out_text_is_the_oracles():
+    """60,000 tokens, as the command scores them: what float32 rounding does to int8 codes averages out."""
+    golden = np.load(make_held_out.GOLDEN / "held_out.npz")
+    report = json.loads(headrace("score", "tiny", make_held_out.TEXTS, "--json").stdout)
+    assert [t["tokens"] for t in report["texts"]] == golden["num_tokens"].tolist()
+    scored, expected = golden["num_tokens"] - 1, golden["log_likelihoods"]
+    assert report["scored_tokens"] == scored.sum()
+    assert report["perplexity"] == pytest.approx(math.exp(-expected.sum() / scored.sum()), rel=1e-4)
+    got = np.array([t["log_likelihood"] for t in report["texts"]])
+    assert np.abs((got - expected) / scored).max() < 2e-3
 
 
 def test_perplexity_of_tiny_is_pytorchs():
