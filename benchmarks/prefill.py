@@ -153,7 +153,7 @@ class Bench:
     def resident_s(self, tokens: int) -> float:
         """The prompt with everything in memory."""
         if self.resident is None:
-            longest = max(self.args.tokens)
+            longest = max(*self.args.tokens, self.args.sweep_tokens)
             self.resident = Engine(self.checkpoint, options(longest, self.args))
             self._prefill(longest)  # reads every expert
         return self._prefill(tokens)
@@ -371,17 +371,22 @@ def main() -> int:
     unknown = [name for name in args.only if name not in TABLES]
     if unknown:
         parser.error(f"--only: expected some of {', '.join(TABLES)}, found {unknown[0]}")
+    if args.rounds < 1 or not all(0 < share <= 1 for share in args.shares):
+        parser.error("expected a round or more, and shares of the experts above 0 and up to 1")
     try:
         if args.child:
             child(args)
             return 0
         bench = Bench(args)
-        results = {name: getattr(bench, name)() for name in TABLES if name in args.only}
+        results: dict[str, Any] = {}
+        for name in TABLES:
+            if name in args.only:
+                results[name] = getattr(bench, name)()
+                if args.output:
+                    write_results(args, **results)
     except HeadraceError as error:
         print(error, file=sys.stderr)
         return 1
-    if args.output:
-        write_results(args, **results)
     return 0
 
 

@@ -380,9 +380,11 @@ def bench_command(
         ScheduleName,
         typer.Option("--schedule", help="How prompts read experts; naive, whole-layers and resident for comparison."),
     ] = ScheduleName.early,
-    group_size: Annotated[int | None, typer.Option("--group-size", min=1, help="Experts a read.")] = None,
-    queue_depth: Annotated[int | None, typer.Option("--queue-depth", min=1, max=64, help="Reads in flight.")] = None,
-    banks: Annotated[int | None, typer.Option("--banks", min=1, help="Groups in memory at a time.")] = None,
+    group_size: Annotated[int | None, typer.Option("--group-size", min=1, help="Experts a read; as tuned.")] = None,
+    queue_depth: Annotated[
+        int | None, typer.Option("--queue-depth", min=1, max=64, help="Reads in flight; as tuned.")
+    ] = None,
+    banks: Annotated[int | None, typer.Option("--banks", min=1, help="Groups in memory; as tuned.")] = None,
     oracle_recall: Annotated[
         float | None,
         typer.Option("--oracle-recall", min=0, max=1, help="Prefetch as a forecaster of this recall would; --replay."),

@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -112,7 +112,8 @@ class EngineOptions:
     direct_io: bool = True
     record_routing: bool = False  # so that sessions may have an observer
     policy: str = "lru"  # which experts make room: one of _core.policy_names(), docs/policies.md
-    pipeline: Pipeline | None = None  # how prompts read experts (None: a default); banks and groups as far as they fit
+    pipeline: Pipeline | None = None  # how prompts read experts (None: as tuned, or a default), as far as there is room
+    schedule: str = "early"  # of prompts' reads, one of SCHEDULES, where no pipeline is given
     oracle_recall: float | None = None  # prefetch what foresee() told, naming this share of what is absent
     oracle_seed: int = 0
     warn: Callable[[str], None] = lambda text: None  # told of a profile that cannot be used
@@ -172,7 +173,7 @@ def _plan(
     if not 1 <= options.context <= config.max_position_embeddings:
         raise HeadraceError(
             f"context {options.context} does not fit {checkpoint.name}: it was made for "
-            f"1 to {config.max_position_embeddings} positions; give a smaller -c, -n or prompt"
+            f"1 to {config.max_position_embeddings} positions; give a smaller context or a shorter prompt"
         )
     graph = _graph_for(checkpoint, 1, options)
     program = _core.Program(compile_graph(graph, 1).data)
@@ -361,14 +362,17 @@ class Engine:
         """How a prompt's pass of so many rows is read: as was asked for, else as the profile of this device says, else
         a default; as far as the arena has room for it."""
         arena_bytes = self.experts.arena_bytes
-        wanted = self.options.pipeline or default_pipeline(self._smallest_arena)
-        if self.options.pipeline is None and self._profile is not None:
+        if self.options.pipeline is not None:
+            return fit_pipeline(self.options.pipeline, arena_bytes, self._smallest_arena)
+        wanted = default_pipeline(self._smallest_arena)
+        if self._profile is not None:
             key = num_rows, arena_bytes
             if key not in self._pipelines:
                 self._pipelines[key] = configured(
                     self._profile, shape_of(self.checkpoint), num_rows, self.max_rows, arena_bytes
                 )
             wanted = self._pipelines[key] or wanted
+        wanted = replace(wanted, schedule=self.options.schedule)
         return fit_pipeline(wanted, arena_bytes, self._smallest_arena)
 
     # ---- what a pass costs

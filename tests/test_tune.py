@@ -515,6 +515,22 @@ def test_tune_keeps_a_profile_that_runs_use_within_the_budget(cache, tmp_path):
     assert shown.returncode == 0 and f"profile: {path}" in shown.stdout and "chosen: Q " in shown.stdout
 
 
+def test_a_small_budget_leaves_a_better_profile_and_predicts_only_what_fits(cache):
+    checkpoint = open_model("tiny")
+    good = replace(tiny_profile(checkpoint), calibration_tokens=100_000)
+    data = save_profile(good, checkpoint).read_bytes()
+    report = json.loads(run("inspect", "tiny", "-c", 1024, "--json").stdout)
+    least = report["plan"]["minimum_bytes"]
+    done = run("tune", "tiny", "--memory", least, "--json")
+    assert done.returncode == 0 and "stays, being calibrated with 100000 tokens" in done.stderr
+    (path,) = cache.iterdir()
+    assert path.read_bytes() == data
+    tuned = json.loads(done.stdout)
+    assert tuned["queue_depth"] == good.queue_depth  # what runs will use is what is shown
+    assert {p["tokens"] for p in tuned["prompts"]} >= {8, 128} and max(p["tokens"] for p in tuned["prompts"]) < 4096
+    assert run("bench", "tiny", "--prompt", 4096, "--gen", 0, "--memory", least).returncode == 1
+
+
 def test_a_small_budget_is_tuned_with_fewer_tokens(monkeypatch):
     # As in a process of its own, whatever the tests before this one held.
     monkeypatch.setattr(machine, "rss_bytes", lambda: 60 * MIB)

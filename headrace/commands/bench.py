@@ -19,7 +19,7 @@ from headrace.commands.run import hit_rate, session_report
 from headrace.commands.words import percent, significant
 from headrace.engine import Engine, EngineOptions
 from headrace.errors import HeadraceError
-from headrace.experts.pipeline import ABLATIONS, Pipeline, ablation, default_pipeline
+from headrace.experts.pipeline import ABLATIONS, SCHEDULES, Pipeline, ablation, default_pipeline
 from headrace.experts.simulate import Policy
 from headrace.experts.traces import Replay, load_replay, open_trace
 from headrace.formats.checkpoint import Checkpoint
@@ -48,7 +48,7 @@ def future_passes(replay: Replay, prompt_tokens: int, gen_tokens: int, max_rows:
 @dataclass(frozen=True)
 class Schedule:
     """How prompts are read. name: one of SCHEDULES or ABLATIONS, or "resident": all experts stay, and each prompt runs
-    once before it is measured. None: the engine's own."""
+    once before it is measured. Of the sizes, all None: the engine's own; one None: the default's."""
 
     name: str = "early"
     group_size: int | None = None
@@ -59,16 +59,19 @@ class Schedule:
     def is_fixed(self) -> bool:
         return self.name in ABLATIONS
 
+    @property
+    def reads(self) -> str:
+        return self.name if self.name in SCHEDULES else "early"
+
     def pipeline(self, checkpoint: Checkpoint) -> Pipeline | None:
         default = default_pipeline(shape_of(checkpoint).largest_record_bytes)
         if self.is_fixed:
             return ablation(self.name, checkpoint.config.num_experts, default)
         asked = (self.group_size, self.queue_depth, self.banks)
-        if self.name in ("early", "resident") and asked == (None, None, None):
+        if asked == (None, None, None):
             return None
-        name = "early" if self.name == "resident" else self.name
         return Pipeline(
-            asked[0] or default.group_size, asked[1] or default.queue_depth, asked[2] or default.banks, name
+            asked[0] or default.group_size, asked[1] or default.queue_depth, asked[2] or default.banks, self.reads
         )
 
 
@@ -97,6 +100,7 @@ def bench(
         policy=policy.native,
         warn=warn,
         pipeline=schedule.pipeline(checkpoint),
+        schedule=schedule.reads,
         oracle_recall=oracle_recall,
         oracle_seed=seed,
     )
@@ -133,6 +137,9 @@ def bench(
                 }
             )
             session.close()
+        whence = engine.pipeline_source
+        if options.pipeline is not None and pipeline != options.pipeline:
+            whence += ", as far as the arena has room"
         # The run whose decode speed is the median stands for the counters.
         middle = sorted(runs, key=lambda r: r["decode_tps"] or 0)[len(runs) // 2]
         report = {
@@ -140,7 +147,7 @@ def bench(
             "policy": policy.name,
             "schedule": schedule.name,
             "pipeline": asdict(pipeline),
-            "pipeline_from": engine.pipeline_source,
+            "pipeline_from": whence,
             "oracle_recall": oracle_recall,
             **middle,
             "prompt_tokens": prompt_tokens,
@@ -168,7 +175,7 @@ def bench(
         + f" (median of {repeat}); "
         + (f"routes of {replay.name}; " if replay is not None else "")
         + f"{schedule.name} G {pipeline.group_size} Q {pipeline.queue_depth} B {pipeline.banks} "
-        f"({engine.pipeline_source}); residency {percent(report['residency'])}, "
+        f"({whence}); residency {percent(report['residency'])}, "
         f"peak memory {format_size(report['peak_rss_bytes'])} "
         f"of {format_size(report['budget_bytes'])}, {report['num_threads']} threads, {report['isa']}"
     )

@@ -20,6 +20,8 @@ def check_plot(path: Path) -> None:
         raise UsageError("--plot", f"expected a name that ends in one of .{', .'.join(KINDS)}, found '{path}'")
     if not path.absolute().parent.is_dir():
         raise HeadraceError(f"{path.absolute().parent}: no such directory to write the plot in; make it first")
+    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+        raise HeadraceError(f"{path}: cannot be written; give another place for the plot")
 
 
 def save_figure(figure: Any, path: Path) -> None:

@@ -8,22 +8,27 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from headrace import _core, machine
 from headrace.commands.model import open_model, warn
-from headrace.engine import Engine
+from headrace.commands.words import count_of
+from headrace.engine import Engine, EngineOptions, make_plan
+from headrace.errors import HeadraceError
+from headrace.formats.checkpoint import Checkpoint
 from headrace.sizes import format_size
-from headrace.tune.calibrate import Calibration, Progress, calibrate, engine_options
-from headrace.tune.configure import Curve, Point, choose, predict
-from headrace.tune.profile import Profile, check_place, save_profile, shape_of
+from headrace.tune.calibrate import SHORT_TOKENS, Calibration, Progress, calibrate, engine_options
+from headrace.tune.configure import Curve, Point, choose, max_banks, predict
+from headrace.tune.profile import Profile, check_place, find_profile, profile_paths, save_profile, shape_of
 from headrace.tune.request import ModelShape, Request, prompt_passes
 
 # Prompts that the report gives configurations for, and shares of all experts that the plot shows.
 PROMPT_TOKENS = (8, 128, 512, 1024, 4096)
 SHARES = (0.125, 0.25, 0.5)
+# A profile that was calibrated with so many times as many tokens is not replaced.
+MUCH_BETTER = 4
 
 
 def tune(
@@ -42,22 +47,22 @@ def tune(
     checkpoint = open_model(model)
     shape = shape_of(checkpoint)
     check_place(checkpoint, num_threads)
-    with (
-        _progress(not as_json) as progress,
-        Engine(checkpoint, engine_options(checkpoint, memory_bytes, num_threads)) as e,
-    ):
-        arena_bytes, max_rows, plan = e.prompt_arena_bytes(e.max_rows), e.max_rows, e.plan
+    options = engine_options(checkpoint, memory_bytes, num_threads)
+    with _progress(not as_json) as progress, Engine(checkpoint, options) as e:
+        arena_bytes, plan = e.prompt_arena_bytes(e.max_rows), e.plan
         calibration = calibrate(e, progress)
     profile = calibration.profile
-    if len(profile.group_sizes) < 2 and len(shape.group_sizes()) > 1:
-        warn(f"there was time for groups of {profile.group_sizes[0]} alone; tune again when the machine has less to do")
+    _warn_of_little(profile, shape, checkpoint.config.max_position_embeddings, arena_bytes)
     _core.exit_on_interrupt(False)
-    path = save_profile(profile, checkpoint)
-    limit = checkpoint.config.max_position_embeddings
-    choices = {}
-    for tokens in PROMPT_TOKENS:
-        if tokens <= limit:
-            choices[tokens] = choose(predict(profile, shape, prompt_passes(tokens, max_rows), arena_bytes))
+    known = find_profile(checkpoint, num_threads)
+    if known is not None and known.calibration_tokens >= MUCH_BETTER * profile.calibration_tokens:
+        path = next(path for path in profile_paths(checkpoint, known.device) if path.exists())
+        had, has = known.calibration_tokens, profile.calibration_tokens
+        warn(f"{path}: stays, being calibrated with {had} tokens and not {has}; remove it to replace it")
+        profile = known
+    else:
+        path = save_profile(profile, checkpoint)
+    choices = _choices(checkpoint, profile, replace(options, memory_bytes=plan.budget_bytes, pipeline=None))
     report = {
         "model": checkpoint.name,
         "profile": str(path),
@@ -85,9 +90,35 @@ def tune(
         print("\n".join(_lines(report, profile)))
 
 
+def _warn_of_little(profile: Profile, shape: ModelShape, context: int, arena_bytes: int) -> None:
+    """Of a calibration that what it was given did not suffice for. context: the model's."""
+    tokens, sizes, depth = profile.calibration_tokens, shape.group_sizes(), profile.queue_depth
+    if tokens < min(SHORT_TOKENS, context // 2):
+        warn(
+            f"the budget has room for {tokens} tokens to calibrate with, so what longer prompts take is a rough guess; "
+            "tune with a larger --memory: the profile serves small budgets too"
+        )
+    elif len(profile.group_sizes) < len(sizes[:2]):
+        is_budget = max_banks(shape, sizes[1], arena_bytes) <= depth
+        cause, remedy = ("room", "with a larger --memory") if is_budget else ("time", "when the machine is less busy")
+        warn(f"there was {cause} for groups of {profile.group_sizes[0]} alone; tune again {remedy}")
+
+
+def _choices(checkpoint: Checkpoint, profile: Profile, options: EngineOptions) -> dict[int, Point]:
+    """For each of PROMPT_TOKENS that the budget has room for."""
+    choices, shape = {}, shape_of(checkpoint)
+    for tokens in PROMPT_TOKENS:
+        try:
+            plan = make_plan(checkpoint, replace(options, context=tokens, prompt_rows=tokens))
+        except HeadraceError:  # more than the budget or the model has room for
+            continue
+        choices[tokens] = choose(predict(profile, shape, prompt_passes(tokens, plan.max_rows), plan.arena_bytes))
+    return choices
+
+
 def _lines(report: dict[str, Any], profile: Profile) -> Iterator[str]:
     device = profile.device
-    yield f"{report['model']} on {device.cpu}, {device.num_threads} threads, {device.filesystem}"
+    yield f"{report['model']} on {device.cpu}, {count_of(device.num_threads, 'thread')}, {device.filesystem}"
     yield ""
     sizes = sorted({b.group_size for b in profile.bandwidths})
     depths = sorted({b.queue_depth for b in profile.bandwidths})
@@ -144,7 +175,7 @@ def _plot(
     title = f"measured with G {measured.group_size}, Q {measured.queue_depth}: {two}"
     plot_tune(
         TunePlot(
-            f"{name}, {profile.calibration_tokens} tokens, {profile.device.num_threads} threads",
+            f"{name}, {profile.calibration_tokens} tokens, {count_of(profile.device.num_threads, 'thread')}",
             other_bytes,
             curves,
             points,

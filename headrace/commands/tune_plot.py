@@ -75,7 +75,7 @@ def _plot_front(axis: Any, p: TunePlot) -> None:
     for name, point in p.chosen.items():
         names.setdefault(point, []).append(name)
     for (point, here), marker in zip(names.items(), "oDs^vPX*", strict=False):
-        label = f"{', '.join(here)}: G {point.group_size}, Q {point.queue_depth}, B {point.banks}"
+        label = f"{' and '.join(here)}: G {point.group_size}, Q {point.queue_depth}, B {point.banks}"
         axis.plot(memory(point.bank_bytes), point.seconds, marker, color="crimson", markersize=7, label=label)
     axis.axhline(p.resident_s, linestyle=":", color="black", label="everything resident")
     axis.set(xlabel="process memory with these banks, GiB", ylabel="prefill, s", xscale="log")
