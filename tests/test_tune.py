@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 
+import checkpoints
 import numpy as np
 import pytest
 
@@ -551,6 +552,15 @@ def test_tune_refuses_what_cannot_work(tmp_path):
     assert done.returncode == 1 and "XDG_CACHE_HOME" in done.stderr and done.stderr.count("\n") == 1
     done = run("tune", tmp_path / "no.gguf")
     assert done.returncode == 1 and "no such file" in done.stderr
+
+
+@pytest.mark.parametrize("num_experts, message", [(1, "found one"), (2, "read no experts")])
+def test_a_model_whose_experts_stay_is_refused(tmp_path, num_experts, message):
+    """One expert is never read again; of two, the arena keeps the one that a single layer's prompt ends with."""
+    spec = checkpoints.OLMOE.but(num_hidden_layers=1, num_experts=num_experts, num_experts_per_tok=1, vocab_size=50)
+    path = checkpoints.write_gguf(tmp_path / "model.gguf", spec, checkpoints.random_weights(spec))
+    done = run("tune", path, "--threads", 2)
+    assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
 
 
 # ---- the plot
