@@ -228,11 +228,12 @@ class _Calibrator:
                 break
             # The same tokens for all group sizes, so the same routes.
             self.rng = np.random.default_rng(SEED)
-            for num_rows in (short, rows):
+            for is_short in (True, False):
+                num_rows = short if is_short else rows  # which the short one may have lowered
                 self.progress(0.25 + 0.75 * i / len(preferred), f"a prompt of {num_rows} tokens, G {group_size}")
                 session = self.open_session(pipeline(group_size))
                 passes.append(self.run_pass(session, num_rows))
-                if i == 0 and num_rows == short:
+                if i == 0 and is_short:
                     rows = self.affordable_rows(passes[0], rows, len(preferred))
                 elif i == 0 and short <= self.engine.options.context - rows:
                     # Short, and far from the first position: what attention adds.
