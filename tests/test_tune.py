@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 
+import checkpoints
 import numpy as np
 import pytest
 
@@ -567,6 +568,25 @@ def test_tune_refuses_what_cannot_work(tmp_path):
     assert done.returncode == 1 and "XDG_CACHE_HOME" in done.stderr and done.stderr.count("\n") == 1
     done = run("tune", tmp_path / "no.gguf")
     assert done.returncode == 1 and "no such file" in done.stderr
+
+
+def test_fewer_tokens_for_want_of_time_are_fewer_from_the_first_request_on(tmp_path):
+    """And what follows it in its session fits a context that has no more room than the longest one needs."""
+    spec = checkpoints.OLMOE.but(vocab_size=50, max_position_embeddings=130)
+    path = checkpoints.write_gguf(tmp_path / "model.gguf", spec, checkpoints.random_weights(spec))
+    checkpoint = open_model(str(path))
+    with Engine(checkpoint, engine_options(checkpoint, None, 2)) as engine:
+        calibration = calibrate(engine, lambda done, what: None, time_limit_s=0.0)
+    assert max(p.rows for p in calibration.passes) == calibration.profile.calibration_tokens < 130
+
+
+@pytest.mark.parametrize("num_experts, message", [(1, "found one"), (2, "read no experts")])
+def test_a_model_whose_experts_stay_is_refused(tmp_path, num_experts, message):
+    """One expert is never read again; of two, the arena keeps the one that a single layer's prompt ends with."""
+    spec = checkpoints.OLMOE.but(num_hidden_layers=1, num_experts=num_experts, num_experts_per_tok=1, vocab_size=50)
+    path = checkpoints.write_gguf(tmp_path / "model.gguf", spec, checkpoints.random_weights(spec))
+    done = run("tune", path, "--threads", 2)
+    assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
 
 
 # ---- the plot

@@ -228,11 +228,12 @@ class _Calibrator:
                 break
             # The same tokens for all group sizes, so the same routes.
             self.rng = np.random.default_rng(SEED)
-            for num_rows in (short, rows):
+            for is_short in (True, False):
+                num_rows = short if is_short else rows  # which the short one may have lowered
                 self.progress(0.25 + 0.75 * i / len(preferred), f"a prompt of {num_rows} tokens, G {group_size}")
                 session = self.open_session(pipeline(group_size))
                 passes.append(self.run_pass(session, num_rows))
-                if i == 0 and num_rows == short:
+                if i == 0 and is_short:
                     rows = self.affordable_rows(passes[0], rows, len(preferred))
                 elif i == 0 and short <= self.engine.options.context - rows:
                     # Short, and far from the first position: what attention adds.
@@ -271,7 +272,10 @@ def calibrate(engine: Engine, progress: Progress, time_limit_s: float = TIME_LIM
     """engine: loaded with engine_options(), used for nothing else before or after. Its arena is left small.
 
     time_limit_s: fewer tokens, then fewer group sizes are measured, so as to keep it; one of each in any case.
+    HeadraceError for a model whose experts the smallest arena keeps, so that nothing would be read.
     """
+    if sum(shape_of(engine.checkpoint).num_experts) < 2:
+        raise HeadraceError("tune: expected at least two experts to read, found one; this model cannot be tuned")
     return _Calibrator(engine, progress, time_limit_s).run()
 
 
@@ -291,7 +295,9 @@ def fit_passes(passes: Sequence[Pass], shape: ModelShape, top_k: int) -> Service
     compute, factors = fit_compute(samples, shape.record_bytes)
     # Short prompts are bound by reading, so their reads tell what the device gives.
     least = min(p.rows for p in passes)
-    reads = [_read_samples(p, shape) for p in passes if p.rows == least and p.first == 0]
+    reads = [_read_samples(p, shape) for p in passes if p.rows == least and p.first == 0 and len(p.reads["layer"])]
+    if not any(len(nbytes) for nbytes, _ in reads):
+        raise HeadraceError("tune: the calibration read no experts, they were resident; this model cannot be tuned")
     return ServiceTimes(
         fit_read(np.concatenate([nbytes for nbytes, _ in reads]), np.concatenate([seconds for _, seconds in reads])),
         compute,
