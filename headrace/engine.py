@@ -365,13 +365,15 @@ class Engine:
         if self.options.pipeline is not None:
             return fit_pipeline(self.options.pipeline, arena_bytes, self._smallest_arena)
         wanted = default_pipeline(self._smallest_arena)
-        if self._profile is not None:
-            key = num_rows, arena_bytes
-            if key not in self._pipelines:
-                self._pipelines[key] = configured(
-                    self._profile, shape_of(self.checkpoint), num_rows, self.max_rows, arena_bytes
-                )
-            wanted = self._pipelines[key] or wanted
+        key = num_rows, arena_bytes
+        if self._profile is not None and key not in self._pipelines:
+            shape = shape_of(self.checkpoint)
+            try:
+                self._pipelines[key] = configured(self._profile, shape, num_rows, self.max_rows, arena_bytes)
+            except HeadraceError as error:  # times that nothing was ever measured to take
+                self.options.warn(f"the profile makes no sense: {error}; running without it; run `headrace tune` again")
+                self._profile = None
+        wanted = self._pipelines.get(key) or wanted
         wanted = replace(wanted, schedule=self.options.schedule)
         return fit_pipeline(wanted, arena_bytes, self._smallest_arena)
 

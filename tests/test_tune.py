@@ -297,6 +297,7 @@ def test_damaged_profiles_are_refused_by_name_and_passed_over(cache):
         ({"bandwidths": [{"group_size": 10**9}]}, "group_size: expected an integer from 1 to"),
         ({"layer_factors": [1.0]}, "layer_factors: expected .* numbers from 0 to"),
         ({"layer_factors": ["x"] * 4}, "layer_factors: expected"),
+        ({"layer_factors": [0] * 8}, "layer_factors: expected numbers above 0"),
         ({"shares": [[0.5]]}, "shares: expected a list for each of"),
         ({"shares": [{}, {}, {}, {}]}, "shares: expected"),
         ({"non_expert": {}}, "layer_s is missing"),
@@ -317,6 +318,27 @@ def test_foreign_profiles_are_refused_by_name(cache, change, message):
     with pytest.raises(HeadraceError, match=f"{path}.*{message}"):
         load_profile(path, checkpoint, Device.of(checkpoint, None))
     assert find_profile(checkpoint, None) is None
+
+
+def test_a_profile_that_predicts_nonsense_is_passed_over(cache):
+    checkpoint = open_model("tiny")
+    for change in (
+        {"read": {"read_s": 0, "byte_s": 999999.0}},
+        {"compute": {"group_s": 0, "expert_s": 0, "route_s": 0}},
+        {"bandwidths": [{"group_size": 1, "queue_depth": q, "bytes_per_s": b} for q, b in ((1, 1e-300), (2, 1e9))]},
+    ):
+        path, body = written(tiny_profile(checkpoint), checkpoint)
+        rewrite(path, {**body, **change})
+        told = []
+        options = EngineOptions(context=40, prompt_rows=40)
+        least = make_plan(checkpoint, options).minimum_bytes
+        with Engine(checkpoint, replace(options, memory_bytes=least, warn=told.append)) as engine:
+            engine.limit_arena(1)  # room for one read, where the profile has two
+            for _ in range(2):
+                session = engine.session()
+                session.prefill(list(range(40)))
+                session.close()
+        assert len(told) == 1 and "run `headrace tune` again" in told[0], change
 
 
 def test_not_a_number_is_no_time(cache):

@@ -8,6 +8,8 @@ from headrace.errors import HeadraceError
 
 SCHEDULES = ("early", "after-routing", "on-demand")
 ABLATIONS = ("naive", "whole-layers")
+MAX_QUEUE_DEPTH = 64  # loader threads
+MAX_EXPERTS = (1 << 20) - 1
 # Without a profile of the device: reads of some 12 MiB, three at a time, and banks for twice as many.
 DEFAULT_GROUP_BYTES = 12 << 20
 DEFAULT_QUEUE_DEPTH = 3
@@ -30,9 +32,9 @@ class Pipeline:
     schedule: str = "early"
 
     def __post_init__(self) -> None:
-        for name in ("group_size", "queue_depth", "banks"):
-            if not 1 <= getattr(self, name) < 1 << 20:
-                raise HeadraceError(f"pipeline: {name}: expected 1 to 1048575, found {getattr(self, name)}")
+        for name, most in (("group_size", MAX_EXPERTS), ("queue_depth", MAX_QUEUE_DEPTH), ("banks", MAX_EXPERTS)):
+            if not 1 <= getattr(self, name) <= most:
+                raise HeadraceError(f"pipeline: {name}: expected 1 to {most}, found {getattr(self, name)}")
         if self.schedule not in SCHEDULES:
             raise HeadraceError(f"pipeline: schedule: expected one of {', '.join(SCHEDULES)}, found {self.schedule!r}")
 

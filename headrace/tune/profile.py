@@ -20,6 +20,7 @@ import numpy as np
 
 from headrace import _core, machine
 from headrace.errors import HeadraceError
+from headrace.experts.pipeline import MAX_QUEUE_DEPTH
 from headrace.experts.source import expert_source
 from headrace.formats.checkpoint import Checkpoint
 from headrace.formats.header import read_small
@@ -31,7 +32,6 @@ from headrace.tune.service_times import ComputeTimes, NonExpertTimes, ReadTimes,
 FORMAT, FORMAT_VERSION = "headrace-profile", 2
 MAX_PROFILE_BYTES = 1 << 20
 MAX_ENTRIES = 256  # group sizes, bandwidths
-MAX_QUEUE_DEPTH = 64
 # The checksum covers the bytes of the inner object, as in a store's manifest.
 _WRAPPED = re.compile(rb'\{"crc32c": "([0-9a-f]{8})", "profile": (\{.*\})\}\n', re.DOTALL)
 
@@ -217,6 +217,8 @@ def _to_json(p: Profile) -> dict[str, Any]:
 def _from_json(fields: Fields, shape: ModelShape) -> Profile:
     device, layers = fields.fields("device"), len(shape.num_experts)
     factors = _numbers(fields, "layer_factors", fields.items("layer_factors"), layers, high=1e6)
+    if not all(factors):
+        raise fields.wrong("layer_factors", "numbers above 0")
     shares = fields.items("shares")
     if len(shares) != layers or any(type(row) is not list for row in shares):
         raise fields.wrong("shares", f"a list for each of {layers} layers")
