@@ -6,8 +6,7 @@
 
 STORE can be made by benchmarks/synth.py and `headrace pack`. Every streamed run begins with an empty arena, in a
 process of its own (one for each round of the sweep), in a memory cgroup whose limit is its budget (where one can be
-made; needs root). A share is of all experts'
-bytes: the arena that is left while the prompt runs.
+made; needs root). A share is of all experts' bytes: the arena that is left while the prompt runs.
 
 ratios     TTFT over max(T_io, T_exec). T_exec: the same prompt with everything resident, T_io: the bytes of the experts
            that it routes to over the read bandwidth (groups of the run's size, as deep as the run reads); both measured
@@ -39,9 +38,10 @@ from compare_llama_cpp import write_results
 
 from headrace import _core, machine
 from headrace.commands.bench import open_replay
-from headrace.engine import Engine, EngineOptions, make_plan
+from headrace.commands.run import hit_rate
+from headrace.engine import Engine, EngineOptions, Figures, make_plan
 from headrace.errors import HeadraceError
-from headrace.experts.pipeline import Pipeline, ablation, default_pipeline, fit_pipeline
+from headrace.experts.pipeline import Pipeline, ablation, default_pipeline
 from headrace.experts.source import expert_source
 from headrace.experts.traces import Replay
 from headrace.formats import open_checkpoint
@@ -78,15 +78,15 @@ def child(args: argparse.Namespace) -> None:
     if "share" in asked:
         print(json.dumps({"budget_bytes": budget_bytes(checkpoint, tokens, asked["share"], args)}))
         return
-    pipelines = [Pipeline(**p) for p in asked["pipelines"]]
-    deepest = max(pipelines, key=lambda p: p.queue_depth, default=None)  # a loader thread for each read
+    pipelines = [Pipeline(**p) if p else None for p in asked["pipelines"]]
+    deepest = max(filter(None, pipelines), key=lambda p: p.queue_depth, default=None)  # a loader thread for each read
     given = options(tokens, args, memory_bytes=asked["budget_bytes"], pipeline=deepest, max_rows=tokens)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, checkpoint.config.vocab_size, tokens).tolist()
     with Engine(checkpoint, given) as engine:
         arena_bytes = engine.prompt_arena_bytes(tokens)
         runs = []
-        for pipeline in pipelines or [None]:
+        for pipeline in pipelines:
             engine.options = replace(engine.options, pipeline=pipeline)
             engine.limit_arena(1)  # one expert: forgets the others
             engine.limit_arena(arena_bytes)
@@ -140,10 +140,10 @@ class Bench:
             self.budgets[tokens, share] = found["budget_bytes"]
         return self.budgets[tokens, share]
 
-    def streamed(self, tokens: int, share: float, pipelines: Sequence[Pipeline]) -> list[dict[str, Any]]:
-        """The prompt by each of these, or by what the engine takes where there is none, in one process."""
+    def streamed(self, tokens: int, share: float, pipelines: Sequence[Pipeline | None]) -> list[dict[str, Any]]:
+        """The prompt by each of these (None: by what the engine takes) in one process."""
         budget = self.budget_bytes(tokens, share)
-        asked = {"tokens": tokens, "budget_bytes": budget, "pipelines": [asdict(p) for p in pipelines]}
+        asked = {"tokens": tokens, "budget_bytes": budget, "pipelines": [asdict(p) if p else None for p in pipelines]}
         ran = self.run_child(asked, budget)
         if ran["peak_rss_bytes"] > budget:
             raise HeadraceError(f"a run took {ran['peak_rss_bytes']} bytes of {budget}")
@@ -192,9 +192,8 @@ class Bench:
         for share in self.args.shares:
             for tokens in self.args.tokens:
                 rounds = []
-                pipeline: dict[str, Any] = asdict(fit_pipeline(default_pipeline(self.record_bytes), 1 << 60, 1))
                 for _ in range(self.args.rounds):
-                    (run,) = self.streamed(tokens, share, self.configured(tokens, share))
+                    (run,) = self.streamed(tokens, share, [self.configured(tokens, share)])
                     pipeline = run["pipeline"]
                     exec_s, speed = self.resident_s(tokens), self.bytes_per_s(pipeline)
                     io_s = run["experts"] * self.record_bytes / speed
@@ -212,16 +211,15 @@ class Bench:
                 )
         return rows
 
-    def configured(self, tokens: int, share: float) -> list[Pipeline]:
+    def configured(self, tokens: int, share: float) -> Pipeline | None:
         """By the profile that is kept with the store, if there is one."""
         arena_bytes = int(share * self.source.total_bytes())
         if self.profile is None:
-            return []
-        found = configured(self.profile, shape_of(self.checkpoint), tokens, tokens, arena_bytes)
-        return [found] if found else []
+            return None
+        return configured(self.profile, shape_of(self.checkpoint), tokens, tokens, arena_bytes)
 
     def pipeline(self, tokens: int, share: float) -> Pipeline:
-        return (*self.configured(tokens, share), default_pipeline(self.record_bytes))[0]
+        return self.configured(tokens, share) or default_pipeline(self.record_bytes)
 
     def schedules(self) -> list[dict[str, Any]]:
         share, tokens = self.args.shares[len(self.args.shares) // 2], self.args.sweep_tokens
@@ -331,13 +329,12 @@ class Bench:
 
 
 def hit_rates(counts: list[dict[str, int]]) -> list[float]:
-    """Between one of these counters and the next: uses that needed no demand read, over uses."""
+    """Of the steps between one of these counters and the next."""
     rates = []
     for before, after in pairwise(counts):
-        uses, loads = (
-            sum(after[n] - before[n] for n in names) for names in (("hits", "late_hits", "loads"), ("loads",))
-        )
-        rates.append(1 - loads / uses)
+        step = Figures()
+        step.add(1, 0.0, before, after)
+        rates.append(hit_rate(step) or 0.0)
     return rates
 
 

@@ -361,10 +361,15 @@ class Engine:
     def pipeline(self, num_rows: int) -> Pipeline:
         """How a prompt's pass of so many rows is read: as was asked for, else as the profile of this device says, else
         a default; as far as the arena has room for it."""
+        wanted = self.options.pipeline
+        if wanted is None:
+            tuned_or_default = self._tuned(num_rows) or default_pipeline(self._smallest_arena)
+            wanted = replace(tuned_or_default, schedule=self.options.schedule)
+        return fit_pipeline(wanted, self.experts.arena_bytes, self._smallest_arena)
+
+    def _tuned(self, num_rows: int) -> Pipeline | None:
+        """As the profile says; None without one that makes sense."""
         arena_bytes = self.experts.arena_bytes
-        if self.options.pipeline is not None:
-            return fit_pipeline(self.options.pipeline, arena_bytes, self._smallest_arena)
-        wanted = default_pipeline(self._smallest_arena)
         key = num_rows, arena_bytes
         if self._profile is not None and key not in self._pipelines:
             shape = shape_of(self.checkpoint)
@@ -373,9 +378,7 @@ class Engine:
             except HeadraceError as error:  # times that nothing was ever measured to take
                 self.options.warn(f"the profile makes no sense: {error}; running without it; run `headrace tune` again")
                 self._profile = None
-        wanted = self._pipelines.get(key) or wanted
-        wanted = replace(wanted, schedule=self.options.schedule)
-        return fit_pipeline(wanted, arena_bytes, self._smallest_arena)
+        return self._pipelines.get(key)
 
     # ---- what a pass costs
 

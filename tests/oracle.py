@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +18,20 @@ from headrace.models.families import build_graph
 from headrace.reference import Reference, ReferenceSession
 
 NEAR_TIE = 3e-5  # of an int8 step: several times what float32 rounding moves a value by
+
+
+def int8_oracle(checkpoint: Checkpoint) -> Reference:
+    frequencies = {INV_FREQ: inverse_frequencies(checkpoint.config)[None]}
+    return Reference(build_graph(checkpoint), checkpoint, frequencies, int8=True)
+
+
+@contextmanager
+def experts_read_once(checkpoint: Checkpoint) -> Iterator[None]:
+    """While it is open, oracles of this checkpoint keep every expert that they have read."""
+    read_expert = reference.read_expert
+    experts = cache(lambda layer, expert: read_expert(checkpoint, layer, expert))
+    with patch.object(reference, "read_expert", lambda _, layer, expert: experts(layer, expert)):
+        yield
 
 
 def run_int8(
@@ -36,16 +52,12 @@ def run_int8(
         nearest.append(np.abs(np.abs(scaled - np.trunc(scaled)) - 0.5).min())
         return quantize(x)
 
-    read_expert = reference.read_expert
-    experts = cache(lambda layer, expert: read_expert(checkpoint, layer, expert))
-    graph = build_graph(checkpoint)
     rows, clear = [], []
-    with monkeypatch.context() as patch:
-        patch.setattr(reference, "quantize_q8", watch)
-        patch.setattr(reference, "read_expert", lambda _, layer, expert: experts(layer, expert))
-        oracle = Reference(graph, checkpoint, {INV_FREQ: inverse_frequencies(checkpoint.config)[None]}, int8=True)
+    with monkeypatch.context() as m, experts_read_once(checkpoint):
+        m.setattr(reference, "quantize_q8", watch)
+        oracle = int8_oracle(checkpoint)
         for sequence in sequences:
-            session = ReferenceSession(graph, np.float32)
+            session = ReferenceSession(oracle.graph, np.float32)
             nearest[:] = [1.0]
             for token, target in pairwise([*sequence] if scores else [*sequence, None]):
                 rows.append(oracle.run(session, [token], [0], targets=[target] if scores else None))

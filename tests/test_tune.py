@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -11,6 +9,7 @@ from itertools import pairwise
 import checkpoints
 import numpy as np
 import pytest
+from test_cli import headrace
 
 from headrace import _core, machine
 from headrace.commands import tune as commands_tune
@@ -396,8 +395,6 @@ def test_what_the_machine_says_of_processor_and_file_system(tmp_path):
 
 # ---- calibration
 
-HEADRACE = [sys.executable, "-m", "headrace"]
-
 
 def arrays(rows, *names):
     columns = zip(*rows, strict=True) if rows else [[]] * len(names)
@@ -504,14 +501,10 @@ def test_without_time_one_group_size_and_few_tokens_are_measured(tmp_path):
         assert (tmp_path / f"{arena}.png").exists()
 
 
-def run(*args, **kwargs):
-    return subprocess.run([*HEADRACE, *map(str, args)], capture_output=True, text=True, timeout=120, **kwargs)
-
-
 def test_tune_keeps_a_profile_that_runs_use_within_the_budget(cache, tmp_path):
     checkpoint = open_model("tiny")
-    budget = json.loads(run("inspect", "tiny", "-c", 256, "--json").stdout)["plan"]["minimum_bytes"] + 8 * MIB
-    done = run("tune", "tiny", "--memory", budget + 64 * MIB, "--plot", tmp_path / "plot.png", "--json")
+    budget = json.loads(headrace("inspect", "tiny", "-c", 256, "--json").stdout)["plan"]["minimum_bytes"] + 8 * MIB
+    done = headrace("tune", "tiny", "--memory", budget + 64 * MIB, "--plot", tmp_path / "plot.png", "--json")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     report = json.loads(done.stdout)
     path = cache / report["profile"].rsplit("/", 1)[1]
@@ -532,9 +525,9 @@ def test_tune_keeps_a_profile_that_runs_use_within_the_budget(cache, tmp_path):
                 profile, shape_of(checkpoint), 48, engine.max_rows, arena_bytes
             )
             assert engine.pipeline(48).bank_experts * shape_of(checkpoint).largest_record_bytes <= arena_bytes
-    again = json.loads(run("tune", "tiny", "--memory", budget, "--json").stdout)
+    again = json.loads(headrace("tune", "tiny", "--memory", budget, "--json").stdout)
     assert again["profile"] == report["profile"] and again["peak_rss_bytes"] <= budget
-    shown = run("tune", "tiny", "--memory", budget)
+    shown = headrace("tune", "tiny", "--memory", budget)
     assert shown.returncode == 0 and f"profile: {path}" in shown.stdout and "chosen: Q " in shown.stdout
 
 
@@ -542,16 +535,16 @@ def test_a_small_budget_leaves_a_better_profile_and_predicts_only_what_fits(cach
     checkpoint = open_model("tiny")
     good = replace(tiny_profile(checkpoint), calibration_tokens=100_000)
     data = save_profile(good, checkpoint).read_bytes()
-    report = json.loads(run("inspect", "tiny", "-c", 1024, "--json").stdout)
+    report = json.loads(headrace("inspect", "tiny", "-c", 1024, "--json").stdout)
     least = report["plan"]["minimum_bytes"]
-    done = run("tune", "tiny", "--memory", least, "--json")
+    done = headrace("tune", "tiny", "--memory", least, "--json")
     assert done.returncode == 0 and "stays, being calibrated with 100000 tokens" in done.stderr
     (path,) = cache.iterdir()
     assert path.read_bytes() == data
     tuned = json.loads(done.stdout)
     assert tuned["queue_depth"] == good.queue_depth  # what runs will use is what is shown
     assert {p["tokens"] for p in tuned["prompts"]} >= {8, 128} and max(p["tokens"] for p in tuned["prompts"]) < 4096
-    assert run("bench", "tiny", "--prompt", 4096, "--gen", 0, "--memory", least).returncode == 1
+    assert headrace("bench", "tiny", "--prompt", 4096, "--gen", 0, "--memory", least).returncode == 1
 
 
 def test_a_small_budget_is_tuned_with_fewer_tokens(monkeypatch):
@@ -572,7 +565,7 @@ def test_a_run_tells_of_a_damaged_profile_and_goes_on(cache):
     checkpoint = open_model("tiny")
     path = save_profile(tiny_profile(checkpoint), checkpoint)
     path.write_bytes(path.read_bytes()[:-9])
-    done = run("bench", "tiny", "--prompt", 8, "--gen", 1, "--repeat", 1, "--json")
+    done = headrace("bench", "tiny", "--prompt", 8, "--gen", 1, "--repeat", 1, "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["generated_tokens"] == 1
     assert done.stderr == f"headrace: {path}: not a profile, or damaged; remove it, or run `headrace tune` again; " + (
         "running without it\n"
@@ -580,15 +573,15 @@ def test_a_run_tells_of_a_damaged_profile_and_goes_on(cache):
 
 
 def test_tune_refuses_what_cannot_work(tmp_path):
-    done = run("tune", "tiny", "--memory", "10MiB")
+    done = headrace("tune", "tiny", "--memory", "10MiB")
     assert done.returncode == 1 and "too small" in done.stderr and done.stderr.count("\n") == 1
-    done = run("tune", "tiny", "--plot", tmp_path / "plot.nothing")
+    done = headrace("tune", "tiny", "--plot", tmp_path / "plot.nothing")
     assert done.returncode == 2 and done.stdout == ""
     file = tmp_path / "file"
     file.write_bytes(b"")
-    done = run("tune", "tiny", env={**os.environ, "XDG_CACHE_HOME": str(file / "below")})
+    done = headrace("tune", "tiny", env={**os.environ, "XDG_CACHE_HOME": str(file / "below")})
     assert done.returncode == 1 and "XDG_CACHE_HOME" in done.stderr and done.stderr.count("\n") == 1
-    done = run("tune", tmp_path / "no.gguf")
+    done = headrace("tune", tmp_path / "no.gguf")
     assert done.returncode == 1 and "no such file" in done.stderr
 
 
@@ -607,7 +600,7 @@ def test_a_model_whose_experts_stay_is_refused(tmp_path, num_experts, message):
     """One expert is never read again; of two, the arena keeps the one that a single layer's prompt ends with."""
     spec = checkpoints.OLMOE.but(num_hidden_layers=1, num_experts=num_experts, num_experts_per_tok=1, vocab_size=50)
     path = checkpoints.write_gguf(tmp_path / "model.gguf", spec, checkpoints.random_weights(spec))
-    done = run("tune", path, "--threads", 2)
+    done = headrace("tune", path, "--threads", 2)
     assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
 
 

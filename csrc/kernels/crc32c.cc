@@ -181,9 +181,6 @@ uint32_t update_by_folding(uint32_t crc, const uint8_t* p, size_t n) {
   }
   return update_by_instruction(crc, p, n);
 }
-#else
-bool has_folding() { return false; }
-uint32_t update_by_folding(uint32_t crc, const uint8_t*, size_t) { return crc; }
 #endif
 
 #endif
@@ -191,7 +188,7 @@ uint32_t update_by_folding(uint32_t crc, const uint8_t*, size_t) { return crc; }
 }  // namespace
 
 uint32_t crc32c(uint32_t crc, const void* data, size_t n) {
-#if defined(HEADRACE_WITH_CRC32)
+#if defined(HEADRACE_WITH_FOLDING)
   if (has_folding()) return ~update_by_folding(~crc, static_cast<const uint8_t*>(data), n);
 #endif
   return crc32c_by_instruction(crc, data, n);

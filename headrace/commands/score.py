@@ -16,7 +16,7 @@ import numpy as np
 from headrace import _core
 from headrace.commands.model import open_model_and_text, warn
 from headrace.commands.run import figures_line, prefill_progress, session_report
-from headrace.commands.trace_report import count_of
+from headrace.commands.words import count_of
 from headrace.engine import Engine, EngineOptions
 from headrace.errors import HeadraceError, UsageError
 from headrace.models.fields import shown

@@ -21,7 +21,7 @@ from headrace.formats.checkpoint import Checkpoint
 from headrace.sizes import format_size
 from headrace.tune.calibrate import SHORT_TOKENS, Calibration, Progress, calibrate, engine_options
 from headrace.tune.configure import Curve, Point, choose, max_banks, predict
-from headrace.tune.profile import Profile, check_place, find_profile, profile_paths, save_profile, shape_of
+from headrace.tune.profile import Profile, check_place, locate_profile, save_profile, shape_of
 from headrace.tune.request import ModelShape, Request, prompt_passes
 
 # Prompts that the report gives configurations for, and shares of all experts that the plot shows.
@@ -54,12 +54,12 @@ def tune(
     profile = calibration.profile
     _warn_of_little(profile, shape, checkpoint.config.max_position_embeddings, arena_bytes)
     _core.exit_on_interrupt(False)
-    known = find_profile(checkpoint, num_threads)
-    if known is not None and known.calibration_tokens >= MUCH_BETTER * profile.calibration_tokens:
-        path = next(path for path in profile_paths(checkpoint, known.device) if path.exists())
-        had, has = known.calibration_tokens, profile.calibration_tokens
-        warn(f"{path}: stays, being calibrated with {had} tokens and not {has}; remove it to replace it")
-        profile = known
+    known = locate_profile(checkpoint, num_threads)
+    if known is not None and known[1].calibration_tokens >= MUCH_BETTER * profile.calibration_tokens:
+        few = profile.calibration_tokens
+        path, profile = known
+        many = profile.calibration_tokens
+        warn(f"{path}: stays, being calibrated with {many} tokens and not {few}; remove it to replace it")
     else:
         path = save_profile(profile, checkpoint)
     choices = _choices(checkpoint, profile, replace(options, memory_bytes=plan.budget_bytes, pipeline=None))

@@ -158,11 +158,19 @@ def find_profile(
     checkpoint: Checkpoint, num_threads: int | None, warn: Callable[[str], None] = lambda text: None
 ) -> Profile | None:
     """The profile for this model here; None without one. One that cannot be used is told to `warn`, and passed over."""
+    found = locate_profile(checkpoint, num_threads, warn)
+    return found[1] if found else None
+
+
+def locate_profile(
+    checkpoint: Checkpoint, num_threads: int | None, warn: Callable[[str], None] = lambda text: None
+) -> tuple[Path, Profile] | None:
+    """find_profile()'s, and where it lies."""
     device = Device.of(checkpoint, num_threads)
     for path in profile_paths(checkpoint, device):
         if os.path.lexists(path):
             try:
-                return load_profile(path, checkpoint, device)
+                return path, load_profile(path, checkpoint, device)
             except HeadraceError as error:
                 warn(f"{error}; running without it")
     return None

@@ -9,16 +9,13 @@ The texts are the chapters of the King James Bible (public domain) that `tiny` w
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 
 import numpy as np
+from oracle import experts_read_once, int8_oracle
 
-from headrace import reference
 from headrace.commands.model import open_model
 from headrace.formats.checkpoint import Checkpoint
-from headrace.models.blocks import INV_FREQ, inverse_frequencies
-from headrace.models.families import build_graph
 from headrace.reference import Reference, ReferenceSession
 from headrace.text.tokenizer import load_tokenizer
 
@@ -40,16 +37,11 @@ def log_likelihood(oracle: Reference, ids: list[int]) -> float:
 
 def main() -> None:
     checkpoint = open_model("tiny")
-    read_expert = reference.read_expert
-    experts = cache(lambda layer, expert: read_expert(checkpoint, layer, expert))
-    reference.read_expert = lambda _, layer, expert: experts(layer, expert)
-    frequencies = {INV_FREQ: inverse_frequencies(checkpoint.config)[None]}
-    oracle = Reference(build_graph(checkpoint), checkpoint, frequencies, int8=True)
-    texts = token_ids(checkpoint)
-    values = []
-    for ids in texts:
-        values.append(log_likelihood(oracle, ids))
-        print(f"{len(values)} of {len(texts)}: {len(ids)} tokens, {values[-1]:.4f}", flush=True)
+    oracle, texts, values = int8_oracle(checkpoint), token_ids(checkpoint), []
+    with experts_read_once(checkpoint):
+        for ids in texts:
+            values.append(log_likelihood(oracle, ids))
+            print(f"{len(values)} of {len(texts)}: {len(ids)} tokens, {values[-1]:.4f}", flush=True)
     num_tokens = np.array([len(ids) for ids in texts])
     np.savez(GOLDEN / "held_out.npz", log_likelihoods=np.array(values), num_tokens=num_tokens)
     print(f"perplexity {np.exp(-sum(values) / (num_tokens - 1).sum()):.6f} over {(num_tokens - 1).sum()} tokens")
